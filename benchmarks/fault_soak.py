@@ -33,6 +33,7 @@ LAST = 50  # steps over which losses are averaged
 LEAST_GOODPUT = 0.98
 MOST_LOSS = 1.03  # of the undisturbed one
 FRAGMENTS = 2
+PORT = 29511
 DOOMS = ("step", "reduce", "held")  # see `tests/doomed.py`
 CUTS = {"link": "both", "link_sends": "sends", "link_receives": "receives"}
 SOAK_FAULTS = (*DOOMS, "now", "two", "stop", "lighthouse", *CUTS)
@@ -215,6 +216,17 @@ def undisturbed(folder: Path, wanted: float, start: Callable[[Path], Fleet], sec
         return loss(fleet)
 
 
+class Sites(Fleet):
+    """Islands that listen at one port, below those of clients (`Network.drop_incoming`), if each has a site."""
+
+    def start(self, name: str, *options: str, **more):
+        island = super().start
+        if self.network is None:
+            return island(name, *options, **more)
+        site = self.sites.setdefault(name, self.network.sites[len(self.sites)])
+        return island(name, *options, "--islands.bind", f"{site.address}:{PORT}", **more)
+
+
 def started(
     folder: Path, options: argparse.Namespace, paces: Mapping[str, float], network: Network | None = None
 ) -> Fleet:
@@ -227,9 +239,13 @@ def started(
     lease = round(2 * max(LASTS_SECONDS) / options.pace)  # an island that is cut off trains on
     arguments = ("--islands.min_members_to_start", str(len(paces)), "--sync.period", str(options.period))
     arguments += ("--islands.lease_steps", str(lease))
-    fleet = Fleet(folder, "fleet.yaml", seconds, arguments, True, network)
+    if options.coordinators > 1:
+        arguments += ("--islands.min_members", str(len(paces) // 2))
+    fleet = Sites(folder, "fleet.yaml", seconds, arguments, True, network, coordinators=options.coordinators)
     for name, pace in paces.items():
         fleet.start(name, pace=pace)
+    for place in range(len(paces) - options.outwards, len(paces)) if network else ():
+        network.drop_incoming(place)
     fleet.wait_for_members(list(paces), options.patience)
     return fleet
 
@@ -287,7 +303,10 @@ class Soak:
         if kind == "lighthouse":
             fleet.lighthouse.kill()
             fleet.lighthouse.wait()
-            fleet.start_lighthouse()
+            if self._options.coordinators > 1:
+                fault.undo, fault.until = fleet.start_lighthouse, fault.begun + lasts
+            else:
+                fleet.start_lighthouse()
         for island in victims:
             if kind in CUTS:
                 place = list(fleet.sites).index(island.name)
@@ -322,7 +341,8 @@ class Soak:
         self.gaps.record(fleet)
         self.lines.record(fleet, self._active)
         self._active = [fault for fault in self._active if not fault.is_over]
-        stopped = {name for fault in self._active if fault.undo for name in fault.victims}
+        closed = list(fleet.sites)[len(fleet.sites) - self._options.outwards :]
+        stopped = {*closed, *(name for fault in self._active if fault.undo for name in fault.victims)}
         for island in fleet.living:
             if island.name not in stopped:  # it would not answer
                 self.times.record(island, self._token)

@@ -141,6 +141,8 @@ def main() -> int:
     parser.add_argument("--poison_every", type=float, default=60.0, help="of --soak: seconds; 0: none")
     parser.add_argument("--bandwidth", help="of --soak: each site's link, as 50mbit; needs root")
     parser.add_argument("--round_trip_ms", type=float, default=0.0, help="of --soak: between two sites; needs root")
+    parser.add_argument("--coordinators", type=int, default=1, help="of --soak")
+    parser.add_argument("--outwards", type=int, default=0, help="of --soak: sites that drop connections; needs root")
     parser.add_argument("--skip_undisturbed", action="store_true", help="of --soak: compare no losses")
     parser.add_argument("--heartbeat", type=float, default=2.0)
     parser.add_argument("--reduce", type=float, default=5.0)

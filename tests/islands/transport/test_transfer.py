@@ -292,6 +292,11 @@ def test_a_manifest_that_asks_for_a_terabyte_is_refused_before_anything_is_alloc
     assert_is(fetched, STATE)
 
 
+def test_a_source_at_the_address_of_another_does_not_take_its_place(sources):
+    other = f"{sources[0].address.partition('/')[0]}/m:another"
+    assert_is(fetch([other, sources[0].address], TOKEN, EXPECTED, 10.0), STATE)
+
+
 @pytest.mark.usefixtures("no_allocation")
 def test_a_reply_that_never_ends_is_not_read(make_server, monkeypatch):
     monkeypatch.setattr(transfer, "STALL_SECONDS", 20.0)  # a busy machine takes long to make such a reply

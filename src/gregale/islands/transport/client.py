@@ -49,6 +49,7 @@ class PeerClient:
     """
 
     def __init__(self, address: str, token: bytes, timeout_seconds: float, dial: Dial | None = None):
+        self.full_address = address
         self.address, _, self._recipient = address.partition("/")
         self._name, self._token = island_at(address), token
         self._timeout_seconds, self._dial = timeout_seconds, dial

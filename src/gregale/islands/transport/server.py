@@ -48,6 +48,7 @@ class Server:
     - `key`: the name of the setting `bind`
     - `recipient`: for clients that do not have the whole address; default: `name` and a random word
     - `address`: HOST:PORT at which peers reach the server; `outwards`: at none; default: `bind`
+    - `inside_address`: at which the other hosts of this island reach it
     - `relays`: how many relays it carries at once
     - `paths`: to peers, and from them
     """
@@ -80,8 +81,9 @@ class Server:
         except OSError as error:
             raise UserError(f"{key}: {bind} cannot be listened at ({error.strerror}).") from None
         self.port = self._http.server_address[1]
-        address = OUTWARDS + self.recipient if address == "outwards" else address or f"{self.host}:{self.port}"
-        self.address = f"{address}/{self.recipient}"
+        own = f"{self.host}:{self.port}"
+        self.address = f"{OUTWARDS + self.recipient if address == 'outwards' else address or own}/{self.recipient}"
+        self.inside_address = f"{own}/{self.recipient}" if address == "outwards" else self.address
         threading.Thread(
             target=self._http.serve_forever, args=(POLL_SECONDS,), name="gregale-server", daemon=True
         ).start()

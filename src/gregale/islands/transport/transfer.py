@@ -83,10 +83,9 @@ class Fetcher:
         complaints: dict[str, str] = {}
         for source in sources:
             peers = [PeerClient(source, self._token, STALL_SECONDS, self._dial) for _ in range(STREAMS)]
-            self._links.setdefault(peers[0].address, peers)
-        wanted = [source.partition("/")[0] for source in sources]
+            self._links.setdefault(source, peers)
         while True:
-            usable = {address: self._links[address] for address in wanted if address not in complaints}
+            usable = {address: self._links[address] for address in sources if address not in complaints}
             offers = ask_for_offers(usable, manifest, self._expected, complaints)
             if not offers:
                 raise TransferFailed("; ".join(complaints.values()) or "there is no source")
@@ -118,9 +117,9 @@ def ask_for_offers(
 
     def ask(peer: PeerClient) -> None:
         try:
-            offers.append(read_manifest(peer.address, peer.request("GET", manifest, b"", largest), expected))
+            offers.append(read_manifest(peer.full_address, peer.request("GET", manifest, b"", largest), expected))
         except (PeerUnreachable, RequestRejected) as error:
-            complaints[peer.address] = str(error)
+            complaints[peer.full_address] = str(error)
 
     def connect(peer: PeerClient) -> None:
         with suppress(PeerUnreachable):  # its first request tries again
@@ -136,9 +135,9 @@ def run_streams(peers: Sequence[PeerClient], assembly: "Assembly", complaints: d
 
     def run(peer: PeerClient) -> None:
         try:
-            stream(peer, assembly, len(peers), lambda: time.monotonic() >= deadline or peer.address in complaints)
+            stream(peer, assembly, len(peers), lambda: time.monotonic() >= deadline or peer.full_address in complaints)
         except (PeerUnreachable, RequestRejected) as error:
-            complaints[peer.address] = str(error)
+            complaints[peer.full_address] = str(error)
 
     in_threads([lambda peer=peer: run(peer) for peer in peers])
 
@@ -147,7 +146,7 @@ def stream(peer: PeerClient, assembly: "Assembly", streams: int, is_over: Callab
     """Send requests on one of `streams` connections, until no work is left for it."""
     buffer = memoryview(bytearray(CHUNK_BYTES))
     while not is_over() and not assembly.is_complete:
-        chunks = assembly.take(peer.address, streams)
+        chunks = assembly.take(peer.full_address, streams)
         if not chunks:
             time.sleep(0.01)
             continue
@@ -166,7 +165,7 @@ def stream(peer: PeerClient, assembly: "Assembly", streams: int, is_over: Callab
                         f"{peer.address} sends bytes of {chunk[0]} that do not have the hash that it gave"
                     )
         finally:
-            assembly.release(chunks, peer.address)
+            assembly.release(chunks, peer.full_address)
 
 
 class LocalArrays(NamedTuple):

@@ -255,7 +255,7 @@ def join(run: PreparedRun, start: Start, token: bytes, status: StatusTracker, ru
     worker = HostWorker(outer, schedule, server, token, timeouts, host, expected(start.state.method.psdp))
     if saved is not None:
         worker.publish(record)  # members behind it in a restarted fleet heal from it
-    addresses = tuple(messages_of_all(server.address))
+    addresses, (first, *_) = (tuple(messages_of_all(each)) for each in (server.address, server.inside_address))
     stages = [(stage.setup.config, stage.corpus) for stage in run.stages]
     agreed = agreement(stages, rules.stages, messages_of_all(shards_of(outer)), start.base)
     pace = RoundPacing(schedule, config.steps, islands.lockstep, REDUCES * timing.reduce_seconds)
@@ -267,14 +267,14 @@ def join(run: PreparedRun, start: Start, token: bytes, status: StatusTracker, ru
     stage: dict[str, Any] = {"stage_at": rules.stage_at, "stage": run.number, "firsts": record.ledger.stages}
     stage |= {"bases": {index: outer.now().part(index) for index in range(schedule.fragments)}}  # before rounds come
     if host > 0:
-        follower = Follower(worker, HostConnection(addresses[0], token, host), pace)
+        follower = Follower(worker, HostConnection(first, token, host), pace)
         first_message(None)  # from here on process 0 answers
         follower.start()
         return IslandResources(stepper, outer, follower, folder, seen, **stage)
     hosts = HostGroup(
         worker, [RemoteHost(number) for number in range(1, jax.process_count())], wants_inner=saved is None
     )
-    write_bytes(directory.path / ADDRESS, server.address.encode())
+    write_bytes(directory.path / ADDRESS, server.inside_address.encode())
     note_stalled(directory, None)
     session = secrets.token_hex(8)
     holder = saved["holder"] if saved else session
