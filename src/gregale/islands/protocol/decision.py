@@ -214,7 +214,7 @@ def _by_majority(view: View, headers: list[Header], current: list[Header], rules
         return _survivors(view, headers, current, rules)
     if best is None:
         return None
-    if not any(_has_data(header, best) for header in current) and best.ballot:
+    if not any(_has_data(header, best) for header in current):
         return _survivors(view, headers, current, rules)
     if 2 * sum(header.held == best for header in present) > voters:
         return CommitAccepted(best.key, best.digest)

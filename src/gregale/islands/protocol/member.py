@@ -157,6 +157,7 @@ class Member(MemberState):
     def _on_healed(self, event: m.Healed) -> None:
         self._end_healing()
         wanted, outer = self._wanted, event.outer
+        assert wanted is not None
         if (outer.round, outer.generation) < (wanted.round, wanted.generation):
             self._do(
                 m.LogLine(f"a source gave round {outer.round} in place of {wanted.round}; healing again", loud=True)
@@ -262,6 +263,8 @@ class Member(MemberState):
         handover, number = self.handover, self.outer.round
         if plan.idle and handover.due and not handover.serves(number) and handover.wanted != number:
             self._request_message(number)  # nobody else contributes, who may have been faster
+        if self._is_closing and not (handover.due or plan.missing or plan.lacking):
+            self._begin_round(own=False)  # as after a heal: the others have announced it before
         if plan.missing and self._waiting_since is None:
             self._waiting_since = self._now
             seconds = "" if self.rules.majority else f" {self.timing.turnover_seconds:g} s"

@@ -73,6 +73,7 @@ class MemberState:
         self._held_request = ""  # what the coordinator waits for, by its last answer since the newest view
         self._plan: tuple[Plan | None, tuple[str, ...]] = (None, ())  # of the newest view, with the names it waits for
         self._sources: tuple[Peer, ...] = ()  # of the fetched state
+        self._wanted: Header | None = None  # the header of the state that it fetches or has fetched
         self._heal_failed = ""
         self._left_out: dict[
             str, int
@@ -151,7 +152,7 @@ class MemberState:
             step_seconds=self.handover.step_seconds,
             link=self._link,
             electors=self._electors if is_strict else (),
-            prepared=is_strict and self._held is not None and self._accepted is None,
+            prepared=is_strict and (self._accepted[1] if self._accepted else self._held) is not None,
             dead=tuple(sorted(self._dead.intersection(self._electors))) if is_strict else (),
             known=tuple(lease.name for lease in outer.ledger.leases) if is_strict else (),
         )
@@ -175,7 +176,7 @@ class MemberState:
     @property
     def _is_too_late(self) -> bool:
         """Whether a closing round is decided without this member's message."""
-        return self._is_closing and not self.rules.lockstep and self._now >= self._grace_end
+        return self._is_closing and self.handover.due and not self.rules.lockstep and self._now >= self._grace_end
 
     def _grace(self) -> float:
         """Return the seconds for which a round waits for this member's step and for the copy of its message."""
@@ -223,11 +224,15 @@ class MemberState:
         return dead or self._now - self._waiting_since >= self.timing.turnover_seconds
 
     def _holds_rounds(self) -> bool:
-        """Return whether rounds must wait for this healing: after 1, 2, 4, ... vain heals, for a limited total time."""
+        """Return whether rounds must wait for this healing, for a limited total time.
+
+        After 1, 2, 4, ... vain heals, and in closing rounds.
+        """
         return self._healing and self._is_hold_due() and self._hold_time() < self.timing.turnover_seconds
 
     def _is_hold_due(self) -> bool:
-        return self._vain_heals > 0 and self._vain_heals & (self._vain_heals - 1) == 0
+        is_closing = self._healing and self._wanted is not None and self._wanted.round >= self.rules.closing
+        return is_closing or (self._vain_heals > 0 and self._vain_heals & (self._vain_heals - 1) == 0)
 
     def _hold_time(self) -> float:
         """Return the seconds for which rounds have waited since this member was last current, with failed tries."""

@@ -10,7 +10,7 @@ A member whose own message takes longer than T averages nothing.
 """
 
 from collections.abc import Sequence
-from math import log2
+from math import fsum, log2
 
 WHOLE = 256  # parts are integers of this sum, so that all members compute the same
 FASTEST = 54  # the level of 1 Gbit/s: the processor bounds a round on faster links
@@ -35,7 +35,7 @@ def parts(levels: Sequence[int]) -> tuple[int, ...]:
     rates = [rate(min(each or median, FASTEST)) for each in levels]
     fastest = sorted(rates, reverse=True)
     # T if the n fastest average something, for the largest n for which the slowest of them does.
-    times = [(count - 2 + n) / sum(fastest[:n]) for n in range(1, count + 1)]
+    times = [(count - 2 + n) / fsum(fastest[:n]) for n in range(1, count + 1)]
     time = next(time for time, slowest in reversed(list(zip(times, fastest, strict=True))) if time * slowest > 1)
     shares = [WHOLE * max(0.0, time * each - 1) / (count - 2) for each in rates]
     found = [int(share) for share in shares]

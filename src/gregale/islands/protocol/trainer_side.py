@@ -206,7 +206,7 @@ class TrainerSide:
         if number >= self._pace.closing:
             return handover.due
         if self._pace.waits:
-            return not is_sent or self._since >= self._pace.schedule.delay
+            return not is_sent or self._since >= self._delay(number)
         if handover.early:
             return False
         # The next message is due, and this one has not been decided: the network is slower than H steps, or a member is
