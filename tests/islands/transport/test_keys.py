@@ -3,6 +3,7 @@
 The ports are a coordinator's and an island's server; an island's other hosts have the same server.
 """
 
+import json
 import secrets
 import socket
 import ssl
@@ -10,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,17 +20,18 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
 
+from gregale.atomic_files import is_held
 from gregale.cli import main
 from gregale.errors import UserError
 from gregale.islands.protocol.headers import FORMAT, Header
 from gregale.islands.protocol.wire import GarbageError
 from gregale.islands.transport import tls
-from gregale.islands.transport.certificates import PLAIN, certificates_of, key_file, signed_revocation
+from gregale.islands.transport.certificates import PLAIN, certificates_of, is_revocation, key_file, signed_revocation
 from gregale.islands.transport.client import KeyRevoked, PeerClient, RequestRejected, WrongServer, ask_status, call
 from gregale.islands.transport.coordinator import CoordinatorClient, NotAdmitted, Revoked, headers_of_fleet
 from gregale.islands.transport.group import Group, GroupFailed
 from gregale.islands.transport.lighthouse import NAME, Lighthouse
-from gregale.islands.transport.revocations import list_beside
+from gregale.islands.transport.revocations import Revocations, list_beside, lock_of
 from gregale.islands.transport.tls import read_credentials, tls_contexts
 from gregale.islands.view_poller import with_own_addresses
 from gregale.programs.island.status import StatusTracker
@@ -282,6 +285,29 @@ def test_a_list_counts_signed_entries_alone_and_never_goes_back(token, tmp_path)
     list_beside(path).write_text('{"oslo": [3, "00"]}')
     with pytest.raises(UserError, match=r"token\.revoked is no list of revocations of this fleet"):
         read_credentials(path, "token_file", "x")
+
+
+def process_with(token: bytes, path: Path) -> Revocations:
+    """What a process with this token file knows."""
+    known = Revocations(partial(is_revocation, tls_contexts(token).authority))
+    known.follow(list_beside(path))
+    return known
+
+
+def entry(token: bytes, name: str) -> dict[str, list]:
+    return {name: [1, signed_revocation(token, name, 1)]}
+
+
+def test_a_process_that_learns_an_entry_keeps_those_that_another_has_written(token, tmp_path, capsys):
+    path = written(token, tmp_path / "token")
+    processes = [process_with(token, path) for _ in range(2)]
+    commanded(capsys, "revoke", "oslo", "--token_file", str(path))
+    processes[0].take(entry(token, "rome"))
+    assert list(json.loads(list_beside(path).read_bytes())) == ["oslo", "rome"]
+    with processes[1].rewriting():
+        assert is_held(lock := lock_of(list_beside(path)))
+    assert lock.stat().st_mode & 0o777 == 0o600
+    assert processes[1].count("rome") == 1
 
 
 @pytest.mark.parametrize("port", PORTS)
