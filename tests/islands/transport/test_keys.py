@@ -4,6 +4,7 @@ The ports are a coordinator's and an island's server; an island's other hosts ha
 """
 
 import json
+import resource
 import secrets
 import socket
 import ssl
@@ -308,6 +309,18 @@ def test_a_process_that_learns_an_entry_keeps_those_that_another_has_written(tok
         assert is_held(lock := lock_of(list_beside(path)))
     assert lock.stat().st_mode & 0o777 == 0o600
     assert processes[1].count("rome") == 1
+
+
+def test_a_list_that_could_not_be_read_is_read_again(token, tmp_path):
+    known = process_with(token, path := tmp_path / "token")
+    list_beside(path).write_text(json.dumps(entry(token, "oslo")))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))  # no more files can be opened
+    try:
+        assert "cannot be read" in known.reload()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert (known.reload(), known.count("oslo")) == ("", 1)
 
 
 @pytest.mark.parametrize("port", PORTS)

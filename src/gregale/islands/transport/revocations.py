@@ -69,8 +69,8 @@ class Revocations:
             status = os.stat(self._path)
             stamp = status.st_mtime_ns, status.st_size, status.st_ino
             if stamp != self._stamp:
-                self._stamp = stamp
                 self.merge(json.loads(self._path.read_bytes()))
+                self._stamp = stamp  # only now: what fails is tried again
         except FileNotFoundError:  # nothing is revoked; what is known stays so
             return ""
         except (OSError, ValueError, TypeError, AttributeError):
