@@ -4,6 +4,7 @@ The ports are a coordinator's and an island's server; an island's other hosts ha
 """
 
 import json
+import re
 import resource
 import secrets
 import socket
@@ -11,6 +12,7 @@ import ssl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -35,7 +37,9 @@ from gregale.islands.transport.lighthouse import NAME, Lighthouse
 from gregale.islands.transport.revocations import Revocations, list_beside, lock_of
 from gregale.islands.transport.tls import read_credentials, tls_contexts
 from gregale.islands.view_poller import with_own_addresses
+from gregale.programs.island.command import checked_token
 from gregale.programs.island.status import StatusTracker
+from gregale.runs.islands import IslandsConfig
 from tests.islands.transport.test_lighthouse import TIMING, WAIT_SECONDS
 
 BEAT = {"format": FORMAT, "kind": "beat", "session": "s", "stalled": "", "round": -1, "here": True, "met": True}
@@ -361,3 +365,17 @@ def test_what_the_commands_refuse(token, tmp_path, monkeypatch, capsys):
     assert "rome.key begins as a key of a member, but is damaged" in commanded(
         capsys, "key", "x", "--token_file", "rome.key"
     )
+
+
+def test_an_island_has_a_name_of_its_own(token, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    written(token, tmp_path / "islands.token")
+    commanded(capsys, "key", NAME)
+
+    settings = IslandsConfig(lighthouse="127.0.0.1:1", token_file="lighthouse.key")
+    coordinators = "islands.name: this island's name is lighthouse (the name of its host, if the key is not set), but"
+    with pytest.raises(UserError, match=re.escape(coordinators)):
+        checked_token(replace(settings, name=NAME))
+    monkeypatch.setattr(socket, "gethostname", lambda: NAME)
+    with pytest.raises(UserError, match=re.escape(coordinators)):
+        checked_token(settings)
