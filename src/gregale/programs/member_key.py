@@ -2,9 +2,10 @@
 
 import os
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-from gregale.atomic_files import remove, temporary_beside
+from gregale.atomic_files import remove
 from gregale.data.sources.base import expand
 from gregale.errors import UserError
 from gregale.islands.transport.revocations import Revocations
@@ -34,15 +35,20 @@ def main(options: KeyOptions) -> int:
     path, token, revoked = authority(options.token_file)
     out = Path(expand(options.out or f"{options.name}.key", "out"))
     content = certificates().key_file(token, options.name, revoked.count(options.name), options.days)
-    temporary = temporary_beside(out)
     try:
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(content)
-        os.link(temporary, out)
+        with open(out, "xb", opener=partial(os.open, mode=0o600)) as file:
+            try:
+                file.write(content)
+                file.flush()
+            except BaseException:
+                remove(out)
+                raise
     except FileExistsError:
         raise UserError(f"out: {out} exists, and a key is not overwritten. Give another path, or move it.") from None
-    finally:
-        remove(temporary)
+    except OSError as error:
+        raise UserError(
+            f"out: {out} cannot be written ({error.strerror}). Give a path in a folder that exists, with space."
+        ) from None
     say(f"{out}: the key of {options.name} for {options.days:g} days, for its islands.token_file. Keep {path} here.")
     return 0
 

@@ -4,9 +4,11 @@ The ports are a coordinator's and an island's server; an island's other hosts ha
 """
 
 import json
+import os
 import re
 import resource
 import secrets
+import signal
 import socket
 import ssl
 import threading
@@ -365,6 +367,25 @@ def test_what_the_commands_refuse(token, tmp_path, monkeypatch, capsys):
     assert "rome.key begins as a key of a member, but is damaged" in commanded(
         capsys, "key", "x", "--token_file", "rome.key"
     )
+
+
+def test_a_key_that_cannot_be_written_leaves_no_file(token, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    written(token, tmp_path / "islands.token")
+    refused = "error: out: absent/x.key cannot be written (No such file or directory). Give a path"
+    assert refused in commanded(capsys, "key", "oslo", "--out", "absent/x.key")
+    assert "error: out: . exists, and a key is not overwritten" in commanded(capsys, "key", "oslo", "--out", ".")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "link", None)  # a file system without hard links
+        commanded(capsys, "key", "oslo")
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # as a disk that becomes full
+    try:
+        assert "error: out: rome.key cannot be written (File too large)" in commanded(capsys, "key", "rome")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["islands.token", "oslo.key"]
 
 
 def test_an_island_has_a_name_of_its_own(token, tmp_path, monkeypatch, capsys):
