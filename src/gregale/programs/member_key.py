@@ -27,14 +27,15 @@ class KeyOptions(Settings):
 
     def __post_init__(self):
         super().__post_init__()
-        IslandsConfig(name=self.name)  # raises the error of a name that no island can have
+        check_name(self.name)
 
 
 def main(options: KeyOptions) -> int:
     """Write a key file that only its owner may read; a file that exists is not overwritten."""
     path, token, revoked = authority(options.token_file)
     out = Path(expand(options.out or f"{options.name}.key", "out"))
-    content = certificates().key_file(token, options.name, revoked.count(options.name), options.days)
+    count = revoked.count(options.name)
+    content = certificates().key_file(token, options.name, count, options.days)
     try:
         with open(out, "xb", opener=partial(os.open, mode=0o600)) as file:
             try:
@@ -49,8 +50,16 @@ def main(options: KeyOptions) -> int:
         raise UserError(
             f"out: {out} cannot be written ({error.strerror}). Give a path in a folder that exists, with space."
         ) from None
-    say(f"{out}: the key of {options.name} for {options.days:g} days, for its islands.token_file. Keep {path} here.")
+    say(
+        f"{out}: the key of {options.name}, made with {count} revocations, for {options.days:g} days, for its "
+        f"islands.token_file. Keep {path} here."
+    )
     return 0
+
+
+def check_name(name: str) -> None:
+    """Raise the error of a name that no island can have."""
+    IslandsConfig(name=name)
 
 
 def authority(token_file: str) -> tuple[Path, bytes, Revocations]:

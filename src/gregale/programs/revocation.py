@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from gregale.islands.transport.revocations import list_beside
 from gregale.islands.transport.tls import certificates
 from gregale.programs.command import Command
-from gregale.programs.member_key import TOKEN_FILE, authority
+from gregale.programs.member_key import TOKEN_FILE, authority, check_name
 from gregale.settings import Settings
 from gregale.streams import say
 
@@ -14,6 +14,10 @@ from gregale.streams import say
 class RevocationOptions(Settings):
     name: str = field(metadata={"help": "islands.name of the island; all its keys so far end"})
     token_file: str = TOKEN_FILE
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_name(self.name)
 
 
 def main(options: RevocationOptions) -> int:
@@ -24,9 +28,9 @@ def main(options: RevocationOptions) -> int:
         signature = certificates().signed_revocation(token, options.name, count)
         revoked.merge({options.name: [count, signature]})
     say(
-        f"The keys of {options.name} that were made so far are revoked, in {list_beside(path)}. A lighthouse with this "
-        "token_file reads that within a second and tells the islands. For another one, copy it beside its token_file: "
-        "TOKEN_FILE.revoked."
+        f"Revocation {count} of {options.name} is in {list_beside(path)}: it ends the keys of {options.name} that were "
+        f"made with fewer than {count} revocations. A lighthouse with this token_file reads that within a second and "
+        "tells the islands. For another one, copy it beside its token_file: TOKEN_FILE.revoked."
     )
     return 0
 

@@ -248,7 +248,9 @@ def test_a_revocation_reaches_coordinators_and_islands_and_outlives_them(token, 
     oslo, turin, coordinator = (read_credentials(Path(f"{name}.key"), "k", name) for name in ("oslo", "turin", NAME))
     first = Lighthouse("127.0.0.1:0", coordinator)
     members = [CoordinatorClient(first.address, name, key, TIMING) for name, key in (("oslo", oslo), ("turin", turin))]
-    assert "are revoked, in islands.token.revoked" in commanded(capsys, "revoke", "oslo")
+    assert "oslo is in islands.token.revoked: it ends the keys of oslo that were made with fewer than 1" in commanded(
+        capsys, "revoke", "oslo"
+    )
     Path("lighthouse.key.revoked").write_bytes(list_beside(path).read_bytes())
     wait_until(lambda: members[0].revoked is not None and list_beside(Path("turin.key")).exists())
     with pytest.raises(
@@ -264,7 +266,7 @@ def test_a_revocation_reaches_coordinators_and_islands_and_outlives_them(token, 
         wait_until(list_beside(other).exists)
     with pytest.raises(Revoked, match="the key of oslo was revoked"):
         headers_of_fleet([second.address], oslo)
-    commanded(capsys, "key", "oslo", "--out", "new.key")
+    assert "the key of oslo, made with 1 revocations" in commanded(capsys, "key", "oslo", "--out", "new.key")
     assert headers_of_fleet([second.address], read_credentials(Path("new.key"), "k", "oslo")) == {}
     for each in (*members, second):
         each.close()
@@ -353,7 +355,8 @@ def test_what_the_commands_refuse(token, tmp_path, monkeypatch, capsys):
     commanded(capsys, "key", "oslo", "--days", "0.000001")
     assert Path("oslo.key").stat().st_mode & 0o777 == 0o600
     assert "oslo.key exists, and a key is not overwritten" in commanded(capsys, "key", "oslo")
-    assert "name is 'a b'" in commanded(capsys, "key", "a b")
+    for command in ("key", "revoke"):
+        assert "name is 'a b'" in commanded(capsys, command, "a b")
     assert "oslo.key cannot be used: the key of oslo expired" in commanded(
         capsys, "key", "x", "--token_file", "oslo.key"
     )
