@@ -65,7 +65,7 @@ def check_name(name: str) -> None:
 def authority(token_file: str) -> tuple[Path, bytes, Revocations]:
     """Return the path of the fleet's token, the token and the revocations beside it. Raises UserError for a key."""
     path = Path(expand(token_file, "token_file"))
-    token = read_credentials(path, "token_file", "the fleet, which signs")
+    token = read_credentials(path, "token_file", "the fleet, which signs", "Give the fleet's token.")
     return path, token, tls_contexts(token).revoked
 
 

@@ -29,8 +29,9 @@ def main(options: RevocationOptions) -> int:
         revoked.merge({options.name: [count, signature]})
     say(
         f"Revocation {count} of {options.name} is in {list_beside(path)}: it ends the keys of {options.name} that were "
-        f"made with fewer than {count} revocations. A lighthouse with this token_file reads that within a second and "
-        "tells the islands. For another one, copy it beside its token_file: TOKEN_FILE.revoked."
+        f"made with fewer than {count} revocations; the same command again ends later ones. A lighthouse with this "
+        "token_file reads that within a second and tells the islands. For another one, copy it beside its token_file: "
+        "TOKEN_FILE.revoked."
     )
     return 0
 

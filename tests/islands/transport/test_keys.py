@@ -361,7 +361,7 @@ def test_what_the_commands_refuse(token, tmp_path, monkeypatch, capsys):
         capsys, "key", "x", "--token_file", "oslo.key"
     )
     commanded(capsys, "key", "rome")
-    assert "has the key of rome, not of the fleet, which signs" in commanded(
+    assert "has the key of rome, not of the fleet, which signs. Give the fleet's token." in commanded(
         capsys, "revoke", "x", "--token_file", "rome.key"
     )
     assert main(["lighthouse", "--token_file", "rome.key"]) == 2
@@ -403,3 +403,16 @@ def test_an_island_has_a_name_of_its_own(token, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(socket, "gethostname", lambda: NAME)
     with pytest.raises(UserError, match=re.escape(coordinators)):
         checked_token(settings)
+
+
+def test_hosts_of_an_island_with_a_key_need_its_name(token, tmp_path, monkeypatch):
+    path = written(key_file(token, "oslo", 0, 9.0), tmp_path / "oslo.key")
+    settings = IslandsConfig(lighthouse="127.0.0.1:1", token_file=str(path))
+    monkeypatch.setattr(socket, "gethostname", lambda: "oslo-1")
+    with pytest.raises(
+        UserError, match=r"of oslo, not of oslo-1\. That is the host's name: set islands\.name to the name"
+    ):
+        checked_token(settings)
+    with pytest.raises(UserError, match=r"of oslo, not of rome\. `gregale islands key NAME` makes a key"):
+        checked_token(replace(settings, name="rome"))
+    assert checked_token(replace(settings, name="oslo")).startswith(b"-----BEGIN ")

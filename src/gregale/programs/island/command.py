@@ -34,7 +34,7 @@ from gregale.islands.trainer_command import RoundPacing
 from gregale.islands.transport.coordinator import CoordinatorClient, headers_of_fleet
 from gregale.islands.transport.lighthouse import NAME
 from gregale.islands.transport.server import Server
-from gregale.islands.transport.tls import read_credentials
+from gregale.islands.transport.tls import NEW_KEY, read_credentials
 from gregale.methods.island_outer import HostOuter
 from gregale.programs.command import Command
 from gregale.programs.island.saving import IslandSaving
@@ -107,9 +107,10 @@ def checked_token(islands: IslandsConfig) -> bytes:
             f"islands.name: this island's name is {NAME} (the name of its host, if the key is not set), but the key of "
             "that name is a coordinator's, which speaks for the fleet. Set another name, and make its key."
         )
-    return read_credentials(
-        Path(expand(islands.token_file, "islands.token_file")), "islands.token_file", islands.own_name
-    )
+    path = Path(expand(islands.token_file, "islands.token_file"))
+    wrong_name = "That is the host's name: set islands.name to the name of the key, on all hosts of the island."
+    advice = NEW_KEY if islands.name else wrong_name
+    return read_credentials(path, "islands.token_file", islands.own_name, advice)
 
 
 def train(run: PreparedRun, token: bytes) -> int:
