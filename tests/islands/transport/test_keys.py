@@ -416,3 +416,13 @@ def test_hosts_of_an_island_with_a_key_need_its_name(token, tmp_path, monkeypatc
     with pytest.raises(UserError, match=r"of oslo, not of rome\. `gregale islands key NAME` makes a key"):
         checked_token(replace(settings, name="rome"))
     assert checked_token(replace(settings, name="oslo")).startswith(b"-----BEGIN ")
+
+
+def test_a_member_stays_revoked_when_another_coordinator_fails(token):
+    oslo = key_file(token, "oslo", 0, 9.0)
+    tls_contexts(token).revoked.take(entry(token, "oslo"))
+    with closing(Lighthouse("127.0.0.1:0", token)) as lighthouse:
+        client = CoordinatorClient([lighthouse.address, "127.0.0.1:1"], "oslo", oslo, TIMING)
+        client.close()  # ends the heartbeats
+        assert [bool(client._say(index, "leave", {}).error) for index in range(2)] == [True, True]
+    assert client.revoked is not None
