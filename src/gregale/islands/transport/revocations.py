@@ -84,11 +84,11 @@ class Revocations:
         """Take the entries that the coordinator sends, and keep them in the file if it can be read and written."""
         with suppress(ValueError, TypeError, AttributeError, OSError):
             if self.merge(entries) and self._path is not None:
-                with self.rewriting():
+                with self.rewriting(durable=False):  # a heartbeat does not wait for the disk
                     pass
 
     @contextmanager
-    def rewriting(self) -> Iterator[None]:
+    def rewriting(self, durable: bool = True) -> Iterator[None]:
         """Hold the lock of the file: read it again, and write it after the block, so that no process's entry is lost.
 
         Raises UserError if the file is damaged, and OSError.
@@ -104,7 +104,7 @@ class Revocations:
             if complaint := self.reload():
                 raise UserError(complaint)
             yield
-            write_bytes(self._path, canonical(self.to_json()), durable=True)
+            write_bytes(self._path, canonical(self.to_json()), durable)
 
     def merge(self, entries: Any) -> bool:
         """Add the entries that are new; return whether there are any. Raises ValueError for one that is not signed."""
