@@ -2,9 +2,10 @@
 
 import os
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-from gregale.atomic_files import remove, temporary_beside
+from gregale.atomic_files import remove
 from gregale.data.sources.base import expand
 from gregale.errors import UserError
 from gregale.islands.transport.revocations import Revocations
@@ -26,31 +27,45 @@ class KeyOptions(Settings):
 
     def __post_init__(self):
         super().__post_init__()
-        IslandsConfig(name=self.name)  # raises the error of a name that no island can have
+        check_name(self.name)
 
 
 def main(options: KeyOptions) -> int:
     """Write a key file that only its owner may read; a file that exists is not overwritten."""
     path, token, revoked = authority(options.token_file)
     out = Path(expand(options.out or f"{options.name}.key", "out"))
-    content = certificates().key_file(token, options.name, revoked.count(options.name), options.days)
-    temporary = temporary_beside(out)
+    count = revoked.count(options.name)
+    content = certificates().key_file(token, options.name, count, options.days)
     try:
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(content)
-        os.link(temporary, out)
+        with open(out, "xb", opener=partial(os.open, mode=0o600)) as file:
+            try:
+                file.write(content)
+                file.flush()
+            except BaseException:
+                remove(out)
+                raise
     except FileExistsError:
         raise UserError(f"out: {out} exists, and a key is not overwritten. Give another path, or move it.") from None
-    finally:
-        remove(temporary)
-    say(f"{out}: the key of {options.name} for {options.days:g} days, for its islands.token_file. Keep {path} here.")
+    except OSError as error:
+        raise UserError(
+            f"out: {out} cannot be written ({error.strerror}). Give a path in a folder that exists, with space."
+        ) from None
+    say(
+        f"{out}: the key of {options.name}, made with {count} revocations, for {options.days:g} days, for its "
+        f"islands.token_file. Keep {path} here."
+    )
     return 0
+
+
+def check_name(name: str) -> None:
+    """Raise the error of a name that no island can have."""
+    IslandsConfig(name=name)
 
 
 def authority(token_file: str) -> tuple[Path, bytes, Revocations]:
     """Return the path of the fleet's token, the token and the revocations beside it. Raises UserError for a key."""
     path = Path(expand(token_file, "token_file"))
-    token = read_credentials(path, "token_file", "the fleet, which signs")
+    token = read_credentials(path, "token_file", "the fleet, which signs", "Give the fleet's token.")
     return path, token, tls_contexts(token).revoked
 
 

@@ -3,13 +3,20 @@
 The ports are a coordinator's and an island's server; an island's other hosts have the same server.
 """
 
+import json
+import os
+import re
+import resource
 import secrets
+import signal
 import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,20 +25,23 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
 
+from gregale.atomic_files import is_held
 from gregale.cli import main
 from gregale.errors import UserError
 from gregale.islands.protocol.headers import FORMAT, Header
 from gregale.islands.protocol.wire import GarbageError
 from gregale.islands.transport import tls
-from gregale.islands.transport.certificates import PLAIN, certificates_of, key_file, signed_revocation
+from gregale.islands.transport.certificates import PLAIN, certificates_of, is_revocation, key_file, signed_revocation
 from gregale.islands.transport.client import KeyRevoked, PeerClient, RequestRejected, WrongServer, ask_status, call
 from gregale.islands.transport.coordinator import CoordinatorClient, NotAdmitted, Revoked, headers_of_fleet
 from gregale.islands.transport.group import Group, GroupFailed
 from gregale.islands.transport.lighthouse import NAME, Lighthouse
-from gregale.islands.transport.revocations import list_beside
+from gregale.islands.transport.revocations import Revocations, list_beside, lock_of
 from gregale.islands.transport.tls import read_credentials, tls_contexts
 from gregale.islands.view_poller import with_own_addresses
+from gregale.programs.island.command import checked_token
 from gregale.programs.island.status import StatusTracker
+from gregale.runs.islands import IslandsConfig
 from tests.islands.transport.test_lighthouse import TIMING, WAIT_SECONDS
 
 BEAT = {"format": FORMAT, "kind": "beat", "session": "s", "stalled": "", "round": -1, "here": True, "met": True}
@@ -238,7 +248,9 @@ def test_a_revocation_reaches_coordinators_and_islands_and_outlives_them(token, 
     oslo, turin, coordinator = (read_credentials(Path(f"{name}.key"), "k", name) for name in ("oslo", "turin", NAME))
     first = Lighthouse("127.0.0.1:0", coordinator)
     members = [CoordinatorClient(first.address, name, key, TIMING) for name, key in (("oslo", oslo), ("turin", turin))]
-    assert "are revoked, in islands.token.revoked" in commanded(capsys, "revoke", "oslo")
+    assert "oslo is in islands.token.revoked: it ends the keys of oslo that were made with fewer than 1" in commanded(
+        capsys, "revoke", "oslo"
+    )
     Path("lighthouse.key.revoked").write_bytes(list_beside(path).read_bytes())
     wait_until(lambda: members[0].revoked is not None and list_beside(Path("turin.key")).exists())
     with pytest.raises(
@@ -254,7 +266,7 @@ def test_a_revocation_reaches_coordinators_and_islands_and_outlives_them(token, 
         wait_until(list_beside(other).exists)
     with pytest.raises(Revoked, match="the key of oslo was revoked"):
         headers_of_fleet([second.address], oslo)
-    commanded(capsys, "key", "oslo", "--out", "new.key")
+    assert "the key of oslo, made with 1 revocations" in commanded(capsys, "key", "oslo", "--out", "new.key")
     assert headers_of_fleet([second.address], read_credentials(Path("new.key"), "k", "oslo")) == {}
     for each in (*members, second):
         each.close()
@@ -284,6 +296,41 @@ def test_a_list_counts_signed_entries_alone_and_never_goes_back(token, tmp_path)
         read_credentials(path, "token_file", "x")
 
 
+def process_with(token: bytes, path: Path) -> Revocations:
+    """What a process with this token file knows."""
+    known = Revocations(partial(is_revocation, tls_contexts(token).authority))
+    known.follow(list_beside(path))
+    return known
+
+
+def entry(token: bytes, name: str) -> dict[str, list]:
+    return {name: [1, signed_revocation(token, name, 1)]}
+
+
+def test_a_process_that_learns_an_entry_keeps_those_that_another_has_written(token, tmp_path, capsys):
+    path = written(token, tmp_path / "token")
+    processes = [process_with(token, path) for _ in range(2)]
+    commanded(capsys, "revoke", "oslo", "--token_file", str(path))
+    processes[0].take(entry(token, "rome"))
+    assert list(json.loads(list_beside(path).read_bytes())) == ["oslo", "rome"]
+    with processes[1].rewriting():
+        assert is_held(lock := lock_of(list_beside(path)))
+    assert lock.stat().st_mode & 0o777 == 0o600
+    assert processes[1].count("rome") == 1
+
+
+def test_a_list_that_could_not_be_read_is_read_again(token, tmp_path):
+    known = process_with(token, path := tmp_path / "token")
+    list_beside(path).write_text(json.dumps(entry(token, "oslo")))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))  # no more files can be opened
+    try:
+        assert "cannot be read" in known.reload()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert (known.reload(), known.count("oslo")) == ("", 1)
+
+
 @pytest.mark.parametrize("port", PORTS)
 def test_a_clock_of_1970_accepts_no_key_and_says_so(listen, token, port, tmp_path, monkeypatch):
     oslo, message = key_file(token, "oslo", 0, 9.0), {**BEAT, "name": "oslo"}
@@ -308,12 +355,13 @@ def test_what_the_commands_refuse(token, tmp_path, monkeypatch, capsys):
     commanded(capsys, "key", "oslo", "--days", "0.000001")
     assert Path("oslo.key").stat().st_mode & 0o777 == 0o600
     assert "oslo.key exists, and a key is not overwritten" in commanded(capsys, "key", "oslo")
-    assert "name is 'a b'" in commanded(capsys, "key", "a b")
+    for command in ("key", "revoke"):
+        assert "name is 'a b'" in commanded(capsys, command, "a b")
     assert "oslo.key cannot be used: the key of oslo expired" in commanded(
         capsys, "key", "x", "--token_file", "oslo.key"
     )
     commanded(capsys, "key", "rome")
-    assert "has the key of rome, not of the fleet, which signs" in commanded(
+    assert "has the key of rome, not of the fleet, which signs. Give the fleet's token." in commanded(
         capsys, "revoke", "x", "--token_file", "rome.key"
     )
     assert main(["lighthouse", "--token_file", "rome.key"]) == 2
@@ -322,3 +370,59 @@ def test_what_the_commands_refuse(token, tmp_path, monkeypatch, capsys):
     assert "rome.key begins as a key of a member, but is damaged" in commanded(
         capsys, "key", "x", "--token_file", "rome.key"
     )
+
+
+def test_a_key_that_cannot_be_written_leaves_no_file(token, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    written(token, tmp_path / "islands.token")
+    refused = "error: out: absent/x.key cannot be written (No such file or directory). Give a path"
+    assert refused in commanded(capsys, "key", "oslo", "--out", "absent/x.key")
+    assert "error: out: . exists, and a key is not overwritten" in commanded(capsys, "key", "oslo", "--out", ".")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "link", None)  # a file system without hard links
+        commanded(capsys, "key", "oslo")
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # as a disk that becomes full
+    try:
+        assert "error: out: rome.key cannot be written (File too large)" in commanded(capsys, "key", "rome")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["islands.token", "oslo.key"]
+
+
+def test_an_island_has_a_name_of_its_own(token, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    written(token, tmp_path / "islands.token")
+    commanded(capsys, "key", NAME)
+
+    settings = IslandsConfig(lighthouse="127.0.0.1:1", token_file="lighthouse.key")
+    coordinators = "islands.name: this island's name is lighthouse (the name of its host, if the key is not set), but"
+    with pytest.raises(UserError, match=re.escape(coordinators)):
+        checked_token(replace(settings, name=NAME))
+    monkeypatch.setattr(socket, "gethostname", lambda: NAME)
+    with pytest.raises(UserError, match=re.escape(coordinators)):
+        checked_token(settings)
+
+
+def test_hosts_of_an_island_with_a_key_need_its_name(token, tmp_path, monkeypatch):
+    path = written(key_file(token, "oslo", 0, 9.0), tmp_path / "oslo.key")
+    settings = IslandsConfig(lighthouse="127.0.0.1:1", token_file=str(path))
+    monkeypatch.setattr(socket, "gethostname", lambda: "oslo-1")
+    with pytest.raises(
+        UserError, match=r"of oslo, not of oslo-1\. That is the host's name: set islands\.name to the name"
+    ):
+        checked_token(settings)
+    with pytest.raises(UserError, match=r"of oslo, not of rome\. `gregale islands key NAME` makes a key"):
+        checked_token(replace(settings, name="rome"))
+    assert checked_token(replace(settings, name="oslo")).startswith(b"-----BEGIN ")
+
+
+def test_a_member_stays_revoked_when_another_coordinator_fails(token):
+    oslo = key_file(token, "oslo", 0, 9.0)
+    tls_contexts(token).revoked.take(entry(token, "oslo"))
+    with closing(Lighthouse("127.0.0.1:0", token)) as lighthouse:
+        client = CoordinatorClient([lighthouse.address, "127.0.0.1:1"], "oslo", oslo, TIMING)
+        client.close()  # ends the heartbeats
+        assert [bool(client._say(index, "leave", {}).error) for index in range(2)] == [True, True]
+    assert client.revoked is not None

@@ -169,7 +169,8 @@ class CoordinatorClient:
         try:
             reply = self._send(index, kind, content, self._timing.network_seconds)
         except (CoordinatorUnreachable, NotAdmitted) as error:
-            self.revoked = error if isinstance(error, Revoked) else None
+            if isinstance(error, Revoked):
+                self.revoked = error  # from now on, whatever another coordinator says
             return Heartbeat(str(error))
         with self._lock:
             self._choice.answered(index, int(reply.get("hears", 0)), time.monotonic())

@@ -5,15 +5,17 @@ no old list brings a key back. The list is in a file beside the token or the key
 changes. The coordinator sends it to the islands, and an island keeps it beside its key.
 """
 
+import fcntl
 import json
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from gregale.atomic_files import write_bytes
+from gregale.atomic_files import NO_LOCKS, write_bytes
 from gregale.distributed.signing import canonical, digest
 from gregale.errors import UserError
 
@@ -23,6 +25,11 @@ Entry = tuple[int, str]
 def list_beside(path: Path) -> Path:
     """Return the path of the list for a token or a key."""
     return path.with_name(f"{path.name}.revoked")
+
+
+def lock_of(path: Path) -> Path:
+    """Return the path of the file that a process locks while it writes a list."""
+    return path.with_name(f"{path.name}.lock")
 
 
 class Revocations:
@@ -62,8 +69,8 @@ class Revocations:
             status = os.stat(self._path)
             stamp = status.st_mtime_ns, status.st_size, status.st_ino
             if stamp != self._stamp:
-                self._stamp = stamp
-                self._merge(json.loads(self._path.read_bytes()))
+                self.merge(json.loads(self._path.read_bytes()))
+                self._stamp = stamp  # only now: what fails is tried again
         except FileNotFoundError:  # nothing is revoked; what is known stays so
             return ""
         except (OSError, ValueError, TypeError, AttributeError):
@@ -74,13 +81,32 @@ class Revocations:
         return ""
 
     def take(self, entries: Any) -> None:
-        """Take the entries that the coordinator sends, and keep them in the file if it can be written."""
-        with suppress(ValueError, TypeError, AttributeError):
-            if self._merge(entries) and self._path is not None:
-                with suppress(OSError):
-                    write_bytes(self._path, canonical(self.to_json()))
+        """Take the entries that the coordinator sends, and keep them in the file if it can be read and written."""
+        with suppress(ValueError, TypeError, AttributeError, OSError):
+            if self.merge(entries) and self._path is not None:
+                with self.rewriting(durable=False):  # a heartbeat does not wait for the disk
+                    pass
 
-    def _merge(self, entries: Any) -> bool:
+    @contextmanager
+    def rewriting(self, durable: bool = True) -> Iterator[None]:
+        """Hold the lock of the file: read it again, and write it after the block, so that no process's entry is lost.
+
+        Raises UserError if the file is damaged, and OSError.
+        """
+        assert self._path is not None
+        # Only the owner may open it, as others could hold the lock.
+        with open(lock_of(self._path), "ab", opener=partial(os.open, mode=0o600)) as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX)
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
+            if complaint := self.reload():
+                raise UserError(complaint)
+            yield
+            write_bytes(self._path, canonical(self.to_json()), durable)
+
+    def merge(self, entries: Any) -> bool:
         """Add the entries that are new; return whether there are any. Raises ValueError for one that is not signed."""
         with self._lock:
             new = {name: (count, text) for name, (count, text) in entries.items() if count > self.count(name)}

@@ -22,6 +22,7 @@ from gregale.islands.transport.revocations import Revocations, list_beside
 NO_CHECK_TIME = 0x200000  # X509_V_FLAG_NO_CHECK_TIME of OpenSSL, which the module ssl does not name
 MISSING = "Islands and their lighthouse need the extra `islands`. " + install_hint("islands")
 ANY = ...
+NEW_KEY = "`gregale islands key NAME` makes a key."
 SKEW = timedelta(days=1)  # between the clocks of two hosts
 
 
@@ -35,6 +36,10 @@ class PeerRevoked(PeerRefused):
 
 class WrongClock(PeerRefused):
     """The clock of this host is before the making of the key."""
+
+
+class WrongName(PeerRefused):
+    """The peer has the key of another name."""
 
 
 class TlsContexts(NamedTuple):
@@ -88,10 +93,11 @@ def tls_contexts(token: bytes) -> TlsContexts:
     return TlsContexts(server, client, authority, member, revoked)
 
 
-def read_credentials(path: Path, key: str, name: str) -> bytes:
+def read_credentials(path: Path, key: str, name: str, wrong_name: str = NEW_KEY) -> bytes:
     """Return the content of a token file: the fleet's token, or the key of `name`; read the revocations beside it.
 
     - `key`: the configuration key that names the file
+    - `wrong_name`: what to do if it is another one's key
 
     Raises UserError as `read_token`, and for a key that is damaged, revoked, expired, or another one's.
     """
@@ -107,7 +113,7 @@ def read_credentials(path: Path, key: str, name: str) -> bytes:
     try:
         check(contexts, contexts.member or contexts.authority, name)
     except PeerRefused as error:
-        advice = "Set the clock." if isinstance(error, WrongClock) else "`gregale islands key NAME` makes a key."
+        advice = {WrongClock: "Set the clock.", WrongName: wrong_name}.get(type(error), NEW_KEY)
         raise UserError(f"{key}: {path} cannot be used: {error}. {advice}") from None
     return token
 
@@ -144,7 +150,7 @@ def check(contexts: TlsContexts, shown: bytes, name: object) -> None:
     if now > found.ends:
         raise PeerRefused(f"the key of {found.name} expired on {found.ends:%Y-%m-%d}")
     if name not in (ANY, found.name):
-        raise PeerRefused(f"it has the key of {found.name}, not of {name}")
+        raise WrongName(f"it has the key of {found.name}, not of {name}")
 
 
 def shut(connection: socket.socket) -> None:

@@ -32,8 +32,9 @@ from gregale.islands.protocol.trainer_side import REDUCES
 from gregale.islands.stages import fleet_mixtures, stage_rounds
 from gregale.islands.trainer_command import RoundPacing
 from gregale.islands.transport.coordinator import CoordinatorClient, headers_of_fleet
+from gregale.islands.transport.lighthouse import NAME
 from gregale.islands.transport.server import Server
-from gregale.islands.transport.tls import read_credentials
+from gregale.islands.transport.tls import NEW_KEY, read_credentials
 from gregale.methods.island_outer import HostOuter
 from gregale.programs.command import Command
 from gregale.programs.island.saving import IslandSaving
@@ -56,6 +57,7 @@ from gregale.programs.train.step_log import DataPosition, Observers, StepLog, Tr
 from gregale.runs.config import TrainConfig
 from gregale.runs.config_diff import changes
 from gregale.runs.history import ROUNDS
+from gregale.runs.islands import IslandsConfig
 from gregale.runs.run_directory import RunDirectory
 from gregale.settings import setting
 from gregale.storage import StoragePath, StoreError, write_bytes
@@ -82,15 +84,14 @@ class IslandOptions:
 
 def main(options: IslandOptions, config: TrainConfig) -> int:
     """Train as one island; return 0 if the fleet's run is complete, 128 + the signal's number if it left before."""
-    token = checked_token(config)
+    token = checked_token(config.islands)
     headers_of_fleet(config.islands.coordinators, token)  # refuses another token, before data are prepared
     with prepared(config, options.fresh) as run:
         return train(run, token)
 
 
-def checked_token(config: TrainConfig) -> bytes:
+def checked_token(islands: IslandsConfig) -> bytes:
     """Return the fleet's secret or this island's key; raise `UserError` for missing or wrong settings of `islands`."""
-    islands = config.islands
     if islands.lighthouse is None:
         raise UserError(
             "islands.lighthouse is not set: give HOST:PORT of the coordinator, which `gregale lighthouse` runs. "
@@ -101,9 +102,15 @@ def checked_token(config: TrainConfig) -> bytes:
             "islands.token_file is not set: the islands of a fleet authenticate one another with a secret in a "
             "file that all of them have. `umask 077; head -c 32 /dev/urandom | base64 > islands.token` makes one."
         )
-    return read_credentials(
-        Path(expand(islands.token_file, "islands.token_file")), "islands.token_file", islands.own_name
-    )
+    if islands.own_name == NAME:
+        raise UserError(
+            f"islands.name: this island's name is {NAME} (the name of its host, if the key is not set), but the key of "
+            "that name is a coordinator's, which speaks for the fleet. Set another name, and make its key."
+        )
+    path = Path(expand(islands.token_file, "islands.token_file"))
+    wrong_name = "That is the host's name: set islands.name to the name of the key, on all hosts of the island."
+    advice = NEW_KEY if islands.name else wrong_name
+    return read_credentials(path, "islands.token_file", islands.own_name, advice)
 
 
 def train(run: PreparedRun, token: bytes) -> int:
