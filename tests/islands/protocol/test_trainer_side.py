@@ -12,9 +12,9 @@ from gregale.methods.schedule import Schedule
 class Side(TrainerSide):
     """With a handover of its own, and the time of the test."""
 
-    def __init__(self, delay: int = 2, lockstep: bool = False, timeout_seconds: float = 1e9):
+    def __init__(self, delay: int = 2, lockstep: bool = False, timeout_seconds: float = 1e9, steps: int = 100):
         self.handover, self.now = Handover(), 0.0
-        pace = RoundPacing(Schedule(10, 2, delay, 4), 100, lockstep, timeout_seconds)  # rounds every 5 steps
+        pace = RoundPacing(Schedule(10, 2, delay, 4), steps, lockstep, timeout_seconds)  # rounds every 5 steps
         super().__init__(pace, self.handover)
 
     def steps(self, count: int, seconds: float = 0.0) -> None:
@@ -266,3 +266,14 @@ def test_steps_are_kept_unless_an_arrival_in_the_queue_has_them_or_ends_them(sid
     side.round_decided(LoadOuterState(7, keeps=True), 0.0)
     assert side.arrival(is_last=False) == LoadOuterState(7, keeps=keeps)
     assert side.undecided_steps == (3 if keeps else 0)
+
+
+def test_in_lockstep_no_step_comes_after_the_last_one_however_late_its_round():
+    side = Side(delay=3, lockstep=True, steps=11)
+    side.steps(5)
+    side.sends(1)
+    assert not side.must_wait(1, 0.0)
+    side.steps(1)
+    assert side.must_wait(1, 0.0), "the closing rounds come after one step"
+    side.commits(1)
+    assert side.arrival(is_last=False) == ApplyRound(1, 1.0)

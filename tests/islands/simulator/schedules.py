@@ -77,7 +77,7 @@ def fail_over(number: int, timing: Timing, with_island: bool) -> tuple[float, fl
 
     Returns the seconds from one round to the next around its death, and those until all have found it again.
     """
-    world = World(number, coordinators=2)
+    world = World(7 * number, coordinators=2)  # its run has no end
     rng = world.rng
     world.timing, world.rules = timing, replace(world.rules, minimum=2, start=3, stages=())
     world.weather = Weather(0.0, 0.0, 0.0, 0.0, 0.0)

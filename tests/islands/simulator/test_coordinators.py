@@ -24,13 +24,13 @@ def test_random_schedules_make_one_history(coordinators, schedules):
     assert sum(not outcome.forked for outcome in outcomes) > schedules / 2
 
 
-@pytest.mark.parametrize(("timing", "limit"), [(LAN, 10.0), (WAN, 60.0)])
+@pytest.mark.parametrize(("timing", "limit", "again"), [(LAN, 6.5, 3.0), (WAN, 17.5, 13.0)])
 @pytest.mark.parametrize("with_island", [False, True])
-def test_rounds_go_on_without_the_first_coordinator_and_it_is_found_again(timing, limit, with_island):
+def test_rounds_go_on_without_the_first_coordinator_and_it_is_found_again(timing, limit, again, with_island):
     for number in range(3):
         seconds, found = fail_over(number, timing, with_island)
         assert seconds <= limit
-        assert found <= limit
+        assert found <= again
 
 
 class PromisesNothing(Choice):

@@ -8,7 +8,8 @@ import pytest
 from gregale.distributed.signing import canonical
 from gregale.errors import UserError
 from gregale.islands.protocol.headers import seed
-from gregale.programs.island.command import check_restored
+from gregale.methods.schedule import Schedule
+from gregale.programs.island.command import check_prolonged, check_restored
 from gregale.programs.island.status import StatusTracker
 
 
@@ -18,6 +19,13 @@ def test_what_was_saved_has_to_be_of_one_round_on_all_hosts():
     assert check_restored(record, "of all hosts", Path("outer")) is record
     with pytest.raises(UserError, match=r"outer .* are not those of round 4: .* --fresh"):
         check_restored(record, "of two rounds", Path("outer"))
+
+
+def test_a_complete_fleet_is_not_continued_without_a_step():
+    schedule, rounds = Schedule(12, 4, 0, 4), 17  # of 40 steps, the last four after them
+    with pytest.raises(UserError, match=r"steps is 51: the fleet has made 17 rounds, .* Give at least 52 steps"):
+        check_prolonged(schedule, 51, rounds)
+    check_prolonged(schedule, 52, rounds)
 
 
 def test_a_diverged_island_answers_its_peers():

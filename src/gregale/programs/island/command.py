@@ -36,6 +36,7 @@ from gregale.islands.transport.lighthouse import NAME
 from gregale.islands.transport.server import Server
 from gregale.islands.transport.tls import NEW_KEY, read_credentials
 from gregale.methods.island_outer import HostOuter
+from gregale.methods.schedule import Schedule
 from gregale.programs.command import Command
 from gregale.programs.island.saving import IslandSaving
 from gregale.programs.island.stages import (
@@ -122,6 +123,9 @@ def train(run: PreparedRun, token: bytes) -> int:
         return rules.stage_at(run.checkpoints.metadata(step)["islands"]["round"]) if step else 0
 
     run, start, changed = run.starting_point(stage_after)
+    if any(change.key == "steps" and change.before < change.now for change in changed):
+        schedule = island_of(run.stages[-1].setup).schedule
+        check_prolonged(schedule, run.config.steps, run.checkpoints.metadata(start.step)["islands"]["round"])
     check_mixtures(run.config, run.number, start.mixtures)
     if run.is_ended(start, changed):
         return 0
@@ -157,6 +161,15 @@ def check_agrees(run: PreparedRun, token: bytes, rules: Rules) -> None:
             return
         time.sleep(seconds)
     raise UserError(f"{why}; this island ends, the others go on")
+
+
+def check_prolonged(schedule: Schedule, steps: int, round: int) -> None:
+    """Raise `UserError` if a fleet that has made these rounds, with closing ones, has no step left to make."""
+    if steps <= (last := schedule.round_step(round - 1)):
+        raise UserError(
+            f"steps is {steps:,}: the fleet has made {round:,} rounds, with those after its last step. These are as "
+            f"many as those of {last:,} steps. Give at least {last + 1:,} steps."
+        )
 
 
 def rules_of(run: PreparedRun) -> Rules:
