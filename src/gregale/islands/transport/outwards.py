@@ -34,7 +34,10 @@ KEEP_ALIVE = {socket.TCP_KEEPIDLE: 20, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPC
 
 
 class Call(NamedTuple):
-    """A use of a parked connection: `use` receives it, and closes it at the end."""
+    """A use of a parked connection.
+
+    - `use`: receives the connection, and closes it at the end; `relayed`: returns when the relay has ended
+    """
 
     relayed: bool
     use: Callable[[SSLSocket], None]
@@ -168,18 +171,19 @@ def relay(connection: SSLSocket, parking: Parking, recipient: str, seconds: floa
 
     - `reply`: tells the caller on `connection` that TLS with this host ends here
     """
-    other: Future[socket.socket] = Future()
+    other, ended = Future[socket.socket](), threading.Event()
 
     def use(parked: SSLSocket) -> None:
         try:
             other.set_result(parked.unwrap())
         except OSError as error:
-            parked.close()
             other.set_exception(error)
+        ended.wait()  # so that a revocation of its key ends the connection, as any other of the server
 
     if not parking.take(recipient, Call(True, use), seconds):
         return False
-    with closing(other.result(CONNECT_SECONDS)) as second:
+    try:
+        second = other.result(CONNECT_SECONDS)
         reply()
         first = connection.unwrap()
         for each in (first, second):
@@ -188,6 +192,8 @@ def relay(connection: SSLSocket, parking: Parking, recipient: str, seconds: floa
         back.start()
         copy(first, second)
         back.join()
+    finally:
+        ended.set()
     return True
 
 

@@ -223,7 +223,10 @@ class Handler(StreamRequestHandler):
             return {"called": False}
         self.close_connection = True
         self._reply(HTTPStatus.OK, canonical({"called": True, "relayed": call.relayed}))
-        self.server.release(self.connection)
+        if call.relayed:
+            self.server.set_deadline(self.connection, float("inf"))
+        else:
+            self.server.release(self.connection)
         call.use(self.connection)
         return None
 
