@@ -3,6 +3,7 @@
 Nothing here connects to such a host, because its address has no port; `benchmarks.paths` has a NAT.
 """
 
+import math
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 
@@ -67,6 +68,13 @@ def test_a_group_exchanges_messages_and_ends_together(sites):
     with pytest.raises(GroupFailed):
         waiting.wait(SECONDS)
     groups[1].drop()
+
+
+def test_a_relay_has_no_deadline_on_either_side(sites):
+    relay, hosts = sites
+    with closing(hosts[1].paths.dial(hosts[2].recipient, SECONDS)):
+        deadlines = [deadline for _, deadline in relay._http._identified.values()]
+    assert deadlines.count(math.inf) == 2
 
 
 def test_a_state_is_fetched_through_the_relay_and_the_relay_cannot_read_it(sites, monkeypatch):
