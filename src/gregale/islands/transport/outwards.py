@@ -9,6 +9,7 @@ between two sockets, and begin TLS with each other. So it can neither read nor c
 
 import select
 import socket
+import struct
 import threading
 import time
 from collections import Counter, defaultdict, deque
@@ -31,6 +32,7 @@ CONNECT_SECONDS, RETRY_SECONDS = 5.0, 1.0
 RELAY_BYTES = 64 << 10  # on their way in a direction of a relay, beside the sockets' own buffers
 # A relay ends if a side has vanished: probes after a silence, between two probes, number of them.
 KEEP_ALIVE = {socket.TCP_KEEPIDLE: 20, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 4}
+TAKE_SECONDS = 60.0  # and if a side takes no byte, or acknowledges none, for so long
 
 
 class Call(NamedTuple):
@@ -200,7 +202,11 @@ def relay(connection: SSLSocket, parking: Parking, recipient: str, seconds: floa
 def keep_alive(connection: socket.socket) -> None:
     connection.settimeout(None)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in {**KEEP_ALIVE, socket.TCP_NODELAY: 1}.items():
+    # Not `settimeout`, which would also limit the time between two messages.
+    limit = struct.pack("ll", int(TAKE_SECONDS), int(TAKE_SECONDS % 1 * 1e6))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+    limits = {socket.TCP_USER_TIMEOUT: int(TAKE_SECONDS * 1000), socket.TCP_NODELAY: 1}
+    for option, value in {**KEEP_ALIVE, **limits}.items():
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
