@@ -8,6 +8,7 @@ import ssl
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
+from itertools import repeat
 
 import numpy as np
 import pytest
@@ -89,8 +90,7 @@ def test_a_relay_ends_when_a_side_takes_nothing_more(sites, monkeypatch):
         stream = client.open_stream(greeting, SECONDS)
     stream.settimeout(SECONDS)
     with closing(stream), pytest.raises((ConnectionError, ssl.SSLError)):
-        while True:
-            stream.sendall(bytes(1 << 20))
+        any(map(stream.sendall, repeat(bytes(1 << 20))))
     assert all(relay.relays.acquire(timeout=SECONDS) for _ in range(4))
     frozen.set()
 
