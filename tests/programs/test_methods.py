@@ -82,7 +82,7 @@ def test_a_stop_changes_no_bit(inputs, kind, never_stopped, tmp_path, capsys, mo
     assert len(joins) == 2 * (kind == "streaming"), "checkpoints have joined parameters, by one program in each stage"
     out = capsys.readouterr().out
     assert f"Going on after step {STOPPED} of {STEPS}" in out
-    assert ("This run has 3 rounds" in out) == (kind != "psdp")
+    assert ("This run has 4 rounds" in out) == (kind != "psdp")
     assert_same_state(stopped, never_stopped, STEPS)
     assert losses(stopped) == losses(never_stopped)
     assert lines(stopped)[-1] == lines(never_stopped)[-1], "the outer parameters' held-out loss"

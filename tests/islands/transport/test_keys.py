@@ -13,7 +13,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -31,7 +31,14 @@ from gregale.errors import UserError
 from gregale.islands.protocol.headers import FORMAT, Header
 from gregale.islands.protocol.wire import GarbageError
 from gregale.islands.transport import tls
-from gregale.islands.transport.certificates import PLAIN, certificates_of, is_revocation, key_file, signed_revocation
+from gregale.islands.transport.certificates import (
+    PLAIN,
+    certificates_of,
+    is_revocation,
+    key_file,
+    signed_revocation,
+    signing_key,
+)
 from gregale.islands.transport.client import KeyRevoked, PeerClient, RequestRejected, WrongServer, ask_status, call
 from gregale.islands.transport.coordinator import CoordinatorClient, NotAdmitted, Revoked, headers_of_fleet
 from gregale.islands.transport.group import Group, GroupFailed
@@ -73,7 +80,7 @@ def listen(make_server, token) -> Iterator[Callable[..., str]]:
 def signed_by(issuer: x509.Certificate, signer: Ed25519PrivateKey | None, name: str) -> bytes:
     """A key for a name with a certificate that the issuer's key has signed (None: its own), and the issuer's."""
     key = Ed25519PrivateKey.generate()
-    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)] if name else [])
     end = datetime.now(UTC) + timedelta(days=9)
     issued = issuer.subject if signer else subject
     builder = x509.CertificateBuilder(issued, subject, key.public_key(), 5, datetime(2020, 1, 1), end)
@@ -225,6 +232,33 @@ def test_a_stream_for_another_member_is_refused_and_a_revocation_ends_open_strea
         work.wait(WAIT_SECONDS)
     for group in groups:
         group.drop()
+
+
+@pytest.mark.parametrize("revoked", ["oslo", "turin"])
+def test_a_revocation_ends_the_relays_of_its_key_and_no_other_connection(make_server, token, revoked):
+    relay = make_server(token, recipient=NAME, relays=4)
+    keys = [key_file(token, name, 0, 9.0) for name in ("oslo", "turin")]
+    caller, called = (
+        make_server(key, address="outwards", name=name) for key, name in zip(keys, ("oslo", "turin"), strict=True)
+    )
+    for host, other in ((caller, called), (called, caller)):
+        host.paths.update(host.address, [other.address], relay.address)
+    with closing(PeerClient(called.address, keys[0], WAIT_SECONDS, caller.paths.dial)) as client:
+        client.connect()
+        tls_contexts(token).revoked.take({"rome": [1, signed_revocation(token, "rome", 1)]})
+        wait_until(lambda: relay._http._revocations_seen == 1)
+        client.request("GET", "/status")
+        assert ask_status(relay.address, token, WAIT_SECONDS) == {}
+        # The hosts have not heard of it: the relay itself ends both sides.
+        tls_contexts(token).revoked.take({revoked: [1, signed_revocation(token, revoked, 1)]})
+        wait_until(lambda: relay.relays._value == 4)
+        with suppress(ConnectionError, ssl.SSLError):
+            assert client._connection.sock.recv(1) == b""
+
+
+def test_a_certificate_that_the_authority_has_signed_but_gregale_has_not_written_counts_as_revoked(token):
+    strange = signed_by(x509.load_der_x509_certificate(tls_contexts(token).authority), signing_key(token), "")
+    assert tls.is_revoked(token, certificates_of(strange)[0])
 
 
 def commanded(capsys, *words: str) -> str:

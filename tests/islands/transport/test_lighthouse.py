@@ -6,6 +6,7 @@
 import json
 import math
 import os
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,10 +15,11 @@ from dataclasses import replace
 
 import pytest
 
+from gregale.distributed.signing import canonical
 from gregale.errors import UserError
 from gregale.islands.protocol.headers import FORMAT
 from gregale.islands.protocol.settings import LAN
-from gregale.islands.protocol.wire import Columns, unpack
+from gregale.islands.protocol.wire import Columns, to_texts, unpack
 from gregale.islands.transport.client import PeerClient, RequestRejected
 from gregale.islands.transport.coordinator import (
     CoordinatorClient,
@@ -222,6 +224,34 @@ def test_a_header_that_is_not_of_texts_is_refused_and_the_fleet_goes_on(fleet):
     with closing(other), pytest.raises(RequestRejected, match="the values of a header are JSON texts"):
         other.request("POST", "/message", json.dumps(message).encode())
     assert seen(fleet.ask_all("ab", 3)[0]) == [("a", 3), ("b", 3)]
+
+
+def test_a_host_that_does_not_answer_delays_only_the_requests_of_its_island_and_is_tried_once(fleet, monkeypatch):
+    monkeypatch.setattr("gregale.islands.transport.lighthouse.REACH_SECONDS", 2 * WAIT_SECONDS)
+    monkeypatch.setattr("gregale.islands.transport.lighthouse.REACH_TRIES", 1)
+    silent = socket.create_server(("127.0.0.1", 0))
+    hosts = [f"127.0.0.1:{silent.getsockname()[1]}/b:1"]
+
+    def asked(session: str, hosts: list[str]) -> dict:
+        message = {"format": FORMAT, "kind": "ask", "name": "b", "session": session, "number": 1, "needed": 1}
+        message |= {"term": 0, "gather_seconds": 0.0, "heartbeat_seconds": 2 * WAIT_SECONDS}
+        message |= {"hold_seconds": 0.0, "header": to_texts({"hosts": hosts})}
+        with closing(PeerClient(f"{fleet.lighthouse.address}/{NAME}", TOKEN, WAIT_SECONDS)) as client:
+            return client.request("POST", "/message", canonical(message))
+
+    for session in ("s", "s", "t"):
+        assert asked(session, hosts) == {"held": True}
+    silent.settimeout(WAIT_SECONDS)
+    tried, _ = silent.accept()
+    silent.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        silent.accept()
+    silent.close()
+    tried.close()
+    found = fleet.lighthouse._reached("b", "s", to_texts({"hosts": hosts})["hosts"], WAIT_SECONDS)
+    assert found == '["outwards:b:1/b:1"]'
+    with pytest.raises(RequestRejected, match="has 1025 hosts; an island has at most 1024"):
+        asked("s", hosts * 1025)
 
 
 def test_invalid_addresses(fleet):

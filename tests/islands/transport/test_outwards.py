@@ -3,8 +3,12 @@
 Nothing here connects to such a host, because its address has no port; `benchmarks.paths` has a NAT.
 """
 
+import math
+import ssl
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
+from itertools import repeat
 
 import numpy as np
 import pytest
@@ -14,7 +18,7 @@ from gregale.islands.protocol.headers import Peer
 from gregale.islands.protocol.settings import LAN
 from gregale.islands.protocol.wire import unpack
 from gregale.islands.transport import outwards
-from gregale.islands.transport.client import PeerUnreachable, ask_status
+from gregale.islands.transport.client import PeerClient, PeerUnreachable, ask_status
 from gregale.islands.transport.coordinator import CoordinatorClient
 from gregale.islands.transport.group import Group, GroupFailed
 from gregale.islands.transport.lighthouse import Lighthouse
@@ -67,6 +71,28 @@ def test_a_group_exchanges_messages_and_ends_together(sites):
     with pytest.raises(GroupFailed):
         waiting.wait(SECONDS)
     groups[1].drop()
+
+
+def test_a_relay_has_no_deadline_on_either_side(sites):
+    relay, hosts = sites
+    with closing(hosts[1].paths.dial(hosts[2].recipient, SECONDS)):
+        deadlines = [deadline for _, deadline in relay._http._identified.values()]
+    assert deadlines.count(math.inf) == 2
+
+
+def test_a_relay_ends_when_a_side_takes_nothing_more(sites, monkeypatch):
+    monkeypatch.setattr(outwards, "TAKE_SECONDS", 0.2)
+    relay, hosts = sites
+    frozen = threading.Event()
+    hosts[2].groups.add("key", lambda rank, stream: frozen.wait())
+    greeting = {"group": "key", "rank": 0, "seconds": SECONDS}
+    with closing(PeerClient(hosts[2].address, TOKEN, SECONDS, hosts[1].paths.dial)) as client:
+        stream = client.open_stream(greeting, SECONDS)
+    stream.settimeout(SECONDS)
+    with closing(stream), pytest.raises((ConnectionError, ssl.SSLError)):
+        any(map(stream.sendall, repeat(bytes(1 << 20))))
+    assert all(relay.relays.acquire(timeout=SECONDS) for _ in range(4))
+    frozen.set()
 
 
 def test_a_state_is_fetched_through_the_relay_and_the_relay_cannot_read_it(sites, monkeypatch):

@@ -36,7 +36,7 @@ CHANGES_AT_ONCE, SECONDS_PER_CHANGE = 100, 5.0  # lines about islands that come 
 OTHER_FORMAT = "it has another version of Gregale, with other messages: install the same one everywhere"
 MOST_RELAYS = 512
 REACH_SECONDS, REACH_TRIES, AGAIN_SECONDS = 1.0, 2, 60.0
-REACH_THREADS = 16  # for the hosts of an island
+REACH_THREADS, MOST_HOSTS = 16, 1024  # for the hosts of an island; number of these
 FIRST_IDS = 2**48  # the range of a coordinator's random first id
 
 
@@ -118,9 +118,12 @@ class Lighthouse:
             raise RequestRejected("a view request has a term")
         if not all(isinstance(each, str) for each in header.values()):
             raise RequestRejected("the values of a header are JSON texts")
-        if "hosts" in header:
-            header["hosts"] = self._reached(name, session, header["hosts"])
         hold, gather, heartbeat = (seconds_of(message, f"{key}_seconds") for key in ("hold", "gather", "heartbeat"))
+        until = time.monotonic() + hold
+        if "hosts" in header:
+            if (found := self._reached(name, session, header["hosts"], hold)) is None:
+                return {"held": True}
+            header["hosts"] = found
         header |= to_texts({"name": name})
         ask, answer = Ask(name, session, number, header, needed, gather, heartbeat, term), Future()
         with self._lock:
@@ -128,7 +131,7 @@ class Lighthouse:
             self._membership.ask(ask, self._time())
         self._asked.set()
         with suppress(TimeoutError):
-            return answer.result(hold)
+            return answer.result(max(until - time.monotonic(), 0.0))
         return {"held": True}
 
     def _tick(self) -> None:
@@ -166,30 +169,54 @@ class Lighthouse:
 class ReachedHosts:
     """Replaces the addresses of hosts that the coordinator does not reach: these only connect outwards.
 
-    It tries once for each process of an island, and again after a while if it reached none, as of a busy host.
+    It tries once for each process of an island, and again after a while if it did not reach all, as of a busy host. It
+    makes one try of a name at a time.
     """
 
     def __init__(self, token: bytes):
-        self._token = token
+        self._token, self._lock = token, threading.Lock()
         self._known: dict[str, tuple[str, str, str, float]] = {}  # by name: session, addresses, found ones, when
+        self._tries: dict[str, threading.Thread] = {}  # in progress, by name
 
-    def __call__(self, name: str, session: str, hosts: str) -> str:
-        """Return the JSON text of the addresses of an island's hosts, from such a text of its header."""
-        known, arguments = self._known.get(name), (name, session, hosts)
-        if known is None or known[:2] != (session, hosts):
-            self._try(*arguments)
-        elif OUTWARDS in known[2] and time.monotonic() - known[3] > AGAIN_SECONDS:
-            self._known[name] = (*known[:3], time.monotonic())
-            threading.Thread(target=self._try, args=arguments, daemon=True).start()
-        return self._known[name][2]
+    def __call__(self, name: str, session: str, hosts: str, seconds: float) -> str | None:
+        """Return the JSON text of the addresses of an island's hosts, from such a text of its header.
 
-    def _try(self, name: str, session: str, hosts: str) -> None:
-        found = hosts
-        with suppress(ValueError, TypeError, RecursionError):  # members see what it is
+        Return None if that takes longer than `seconds`, or if another process's hosts were tried meanwhile: ask again.
+        Raises RequestRejected for too many hosts.
+        """
+        try:
             addresses = [str(each) for each in json.loads(hosts)]
+        except (ValueError, TypeError, RecursionError):
+            return hosts  # members see what it is
+        if len(addresses) > MOST_HOSTS:
+            raise RequestRejected(f"its header has {len(addresses)} hosts; an island has at most {MOST_HOSTS}")
+        with self._lock:
+            found, when = self._found(name, session, hosts)
+            if found is None or (OUTWARDS in found and time.monotonic() - when > AGAIN_SECONDS):
+                if name not in self._tries:
+                    arguments = name, session, hosts, addresses
+                    thread = threading.Thread(target=self._try, args=arguments, name="gregale-reach", daemon=True)
+                    thread.start()
+                    self._tries[name] = thread
+                trying = self._tries[name]
+        if found is None:
+            trying.join(seconds)
+            found, _ = self._found(name, session, hosts)
+        return found
+
+    def _found(self, name: str, session: str, hosts: str) -> tuple[str | None, float]:
+        *of, found, when = self._known.get(name, ("", "", "", 0.0))
+        return (found, when) if of == [session, hosts] else (None, 0.0)
+
+    def _try(self, name: str, session: str, hosts: str, addresses: list[str]) -> None:
+        found = hosts  # if an error ends the tries
+        try:
             with ThreadPoolExecutor(REACH_THREADS) as threads:
                 found = to_texts({"": list(threads.map(self._checked, addresses))})[""]
-        self._known[name] = session, hosts, found, time.monotonic()
+        finally:
+            with self._lock:
+                self._known[name] = session, hosts, found, time.monotonic()
+                del self._tries[name]
 
     def _checked(self, address: str) -> str:
         recipient = address.partition("/")[2]

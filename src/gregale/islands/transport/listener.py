@@ -65,7 +65,7 @@ class Listener(ThreadingHTTPServer):
         self._revocations_seen = 0
         self._unidentified: dict[Any, tuple[str, float]] = {}  # address and deadline, the oldest first
         self._ended: set[Any] = set()  # unidentified ones that were ended, with threads that still run
-        self._identified: dict[Any, float] = {}  # deadlines
+        self._identified: dict[Any, tuple[bytes, float]] = {}  # certificate of the peer, and deadline
         self._released: set[Any] = set()  # with threads that still run
         super().__init__(address, handler)
 
@@ -106,10 +106,11 @@ class Listener(ThreadingHTTPServer):
 
     def admit(self, request: Any) -> bool:
         """Give a connection of the fleet a slot; return whether there was one."""
+        shown = request.getpeercert(binary_form=True)  # kept, because a relay ends the connection's TLS
         with self._lock:
             if self._unidentified.pop(request, None) is None or len(self._identified) >= MAX_IDENTIFIED:
                 return False
-            self._identified[request] = time.monotonic() + KEPT_SECONDS
+            self._identified[request] = shown, time.monotonic() + KEPT_SECONDS
             return True
 
     def release(self, request: Any) -> None:
@@ -122,7 +123,7 @@ class Listener(ThreadingHTTPServer):
         """Set an identified connection's idle limit; the deadline of an unidentified one stays."""
         with self._lock:
             if request in self._identified:
-                self._identified[request] = time.monotonic() + seconds
+                self._identified[request] = self._identified[request][0], time.monotonic() + seconds
 
     def service_actions(self) -> None:
         """End late connections, and those of revoked keys; called several times a second, and after each new one."""
@@ -131,10 +132,10 @@ class Listener(ThreadingHTTPServer):
         now, version = time.monotonic(), self._revoked.version
         with self._lock:
             late = [request for request, (_, deadline) in self._unidentified.items() if now > deadline]
-            late += [request for request, deadline in self._identified.items() if now > deadline]
+            late += [request for request, (_, deadline) in self._identified.items() if now > deadline]
             if version != self._revocations_seen:
                 self._revocations_seen = version
-                late += [request for request in self._identified if is_revoked(self._token, request)]
+                late += [request for request, (shown, _) in self._identified.items() if is_revoked(self._token, shown)]
         for request in late:
             shut(request)
 

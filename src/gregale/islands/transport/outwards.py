@@ -9,6 +9,7 @@ between two sockets, and begin TLS with each other. So it can neither read nor c
 
 import select
 import socket
+import struct
 import threading
 import time
 from collections import Counter, defaultdict, deque
@@ -31,10 +32,14 @@ CONNECT_SECONDS, RETRY_SECONDS = 5.0, 1.0
 RELAY_BYTES = 64 << 10  # on their way in a direction of a relay, beside the sockets' own buffers
 # A relay ends if a side has vanished: probes after a silence, between two probes, number of them.
 KEEP_ALIVE = {socket.TCP_KEEPIDLE: 20, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 4}
+TAKE_SECONDS = 60.0  # and if a side takes no byte, or acknowledges none, for so long
 
 
 class Call(NamedTuple):
-    """A use of a parked connection: `use` receives it, and closes it at the end."""
+    """A use of a parked connection.
+
+    - `use`: receives the connection, and closes it at the end; `relayed`: returns when the relay has ended
+    """
 
     relayed: bool
     use: Callable[[SSLSocket], None]
@@ -168,18 +173,19 @@ def relay(connection: SSLSocket, parking: Parking, recipient: str, seconds: floa
 
     - `reply`: tells the caller on `connection` that TLS with this host ends here
     """
-    other: Future[socket.socket] = Future()
+    other, ended = Future[socket.socket](), threading.Event()
 
     def use(parked: SSLSocket) -> None:
         try:
             other.set_result(parked.unwrap())
         except OSError as error:
-            parked.close()
             other.set_exception(error)
+        ended.wait()  # so that a revocation of its key ends the connection, as any other of the server
 
     if not parking.take(recipient, Call(True, use), seconds):
         return False
-    with closing(other.result(CONNECT_SECONDS)) as second:
+    try:
+        second = other.result(CONNECT_SECONDS)
         reply()
         first = connection.unwrap()
         for each in (first, second):
@@ -188,13 +194,19 @@ def relay(connection: SSLSocket, parking: Parking, recipient: str, seconds: floa
         back.start()
         copy(first, second)
         back.join()
+    finally:
+        ended.set()
     return True
 
 
 def keep_alive(connection: socket.socket) -> None:
     connection.settimeout(None)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in {**KEEP_ALIVE, socket.TCP_NODELAY: 1}.items():
+    # Not `settimeout`, which would also limit the time between two messages.
+    limit = struct.pack("ll", int(TAKE_SECONDS), int(TAKE_SECONDS % 1 * 1e6))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+    limits = {socket.TCP_USER_TIMEOUT: int(TAKE_SECONDS * 1000), socket.TCP_NODELAY: 1}
+    for option, value in {**KEEP_ALIVE, **limits}.items():
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 

@@ -225,7 +225,10 @@ class Handler(StreamRequestHandler):
             return {"called": False}
         self.close_connection = True
         self._reply(HTTPStatus.OK, canonical({"called": True, "relayed": call.relayed}))
-        self.server.release(self.connection)
+        if call.relayed:
+            self.server.set_deadline(self.connection, float("inf"))
+        else:
+            self.server.release(self.connection)
         call.use(self.connection)
         return None
 
@@ -237,11 +240,15 @@ class Handler(StreamRequestHandler):
             seconds = min(float(request["seconds"]), LONGEST_STREAM_WAIT_SECONDS)
             self.server.set_deadline(self.connection, float("inf"))
             self.close_connection = True
-            reply, parking = partial(self._reply, HTTPStatus.OK, b"{}"), self.owner.paths.parking
-            if not relay(self.connection, parking, str(request["recipient"]), seconds, reply):
+            if not relay(self.connection, self.owner.paths.parking, str(request["recipient"]), seconds, self._begin):
                 raise RequestRejected("the host only connects outwards, and has opened no connection to here")
         finally:
             self.owner.relays.release()
+
+    def _begin(self) -> None:
+        """Reply that a relay begins, which may then take any time."""
+        self._reply(HTTPStatus.OK, b"{}")
+        self.server.set_deadline(self.connection, float("inf"))
 
     def _send_all(self, content: bytes | memoryview) -> None:
         for offset in range(0, len(content), SEND_BYTES):

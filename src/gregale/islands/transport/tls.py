@@ -123,12 +123,14 @@ def check_peer(token: bytes, connection: Any, name: object = ANY) -> None:
     check(tls_contexts(token), connection.getpeercert(binary_form=True), name)
 
 
-def is_revoked(token: bytes, connection: Any) -> bool:
-    """Return whether the key of a connection's peer was revoked."""
+def is_revoked(token: bytes, shown: bytes) -> bool:
+    """Return whether the key of a peer's certificate (DER) was revoked, or Gregale has not written it."""
     try:
-        check_peer(token, connection)
+        check(tls_contexts(token), shown, ANY)
     except PeerRefused as error:
         return isinstance(error, PeerRevoked)
+    except (ValueError, LookupError):
+        return True
     return False
 
 
