@@ -223,7 +223,9 @@ class Sites(Fleet):
         island = super().start
         if self.network is None:
             return island(name, *options, **more)
-        site = self.sites.setdefault(name, self.network.sites[len(self.sites)])
+        if name not in self.sites:
+            self.sites[name] = self.network.sites[len(self.sites)]
+        site = self.sites[name]
         return island(name, *options, "--islands.bind", f"{site.address}:{PORT}", **more)
 
 
