@@ -331,6 +331,7 @@ class World:
             self.invariants.turn(plan.renewal.generation, decision.top.generation, False)
         elif isinstance(plan, StartFleet):
             living = any(node.alive and self._has_state(node) for node in self.nodes.values())
+            self.final.clear()  # another fleet, after the end of one
             self.invariants.begin(plan.generation, living or bool(self.disks))
 
     def _check_survivors(self, top: Header, here: frozenset[str]) -> None:
