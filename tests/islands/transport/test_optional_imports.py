@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from gregale.errors import UserError
-from gregale.islands.transport.tls import tls_contexts
+from gregale.islands.transport.tls import read_credentials
 from tests.test_layers import MODULES, SOURCE
 
 TRANSPORT = SOURCE / "islands" / "transport"
@@ -35,9 +35,12 @@ def test_the_lighthouse_runs_without_jax():
     assert (result.returncode, result.stderr) == (0, "")
 
 
-def test_without_the_extra_one_line_says_what_to_do(monkeypatch):
+def test_without_the_extra_one_line_says_what_to_do(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "cryptography", None)
     monkeypatch.delitem(sys.modules, "gregale.islands.transport.certificates", raising=False)
     monkeypatch.delattr("gregale.islands.transport.certificates", raising=False)
+    token = tmp_path / "token"
+    token.write_bytes(b"a token of a fleet without it")
+    token.chmod(0o600)
     with pytest.raises(UserError, match=r"need the extra `islands`\. Run `.* '\.\[islands\]'`"):
-        tls_contexts(b"a token of a fleet without it")
+        read_credentials(token, "islands.token_file", "oslo")

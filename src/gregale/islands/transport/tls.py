@@ -104,6 +104,8 @@ def read_credentials(path: Path, key: str, name: str, wrong_name: str = NEW_KEY)
     token = read_token(path, key)
     try:
         contexts = tls_contexts(token)
+    except UserError:  # a ValueError too
+        raise
     except (ValueError, ssl.SSLError):
         raise UserError(
             f"{key}: {path} begins as a key of a member, but is damaged. Copy it again from where "
