@@ -108,6 +108,7 @@ def test_a_planted_mistake_is_found(planted, first):
 @pytest.mark.parametrize(
     "number",
     [
+        pytest.param(5072, id="three islands reach only the coordinator"),
         pytest.param(120572, id="a request that has a view is repeated after a silence"),
         pytest.param(124983, id="a message is on its way when another state of its round is installed"),
     ],

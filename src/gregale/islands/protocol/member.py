@@ -10,6 +10,7 @@ import re
 from dataclasses import replace
 from typing import get_args
 
+from gregale.islands.protocol import decision as decisions
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.decision import decide
 from gregale.islands.protocol.headers import NO_ROUND, AcceptedResult, Generation, OuterRecord, View
@@ -151,7 +152,11 @@ class Member(MemberState):
 
     def _reduce_failed(self, unreachable: tuple[str, ...]) -> None:
         self._reducing = None
-        self._failures, self._unreachable = self._failures + 1, unreachable
+        self._failures += 1
+        self._silent.append(unreachable)
+        # Of three that reach nobody, two that try alone forget the third, so more tries count once these are many.
+        tries = self._silent[-1 - self._failures // decisions.SPLIT_AFTER :]
+        self._unreachable = tuple(sorted({name for names in tries for name in names}))
         self._changed_at = self._now if self._failures == 1 else self._changed_at
 
     def _on_healed(self, event: m.Healed) -> None:

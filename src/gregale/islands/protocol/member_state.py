@@ -100,6 +100,7 @@ class MemberState:
         self._accepted: tuple[AcceptedResult, OuterRecord | None] | None = None
         self._ballot, self._failures = 0, 0
         self._contributes = False  # a reduce of this round has begun with this member's message
+        self._silent: list[tuple[str, ...]] = []  # who did not answer, in each failed reduce
         self._unreachable: tuple[str, ...] = ()
         self._lacked = False  # a view of this round lacked voters, which may only have been late
 
