@@ -325,7 +325,7 @@ class World:
             raise BrokenError(f"the messages of {sound} are left out: {plan.left_out}")
         if isinstance(plan, NewGeneration) and decision.top:
             if self.rules.majority and plan.waited:
-                self._check_survivors(decision.top, decision.current)
+                self._check_survivors(decision.top, frozenset(decision.headers))
             self.invariants.turn(plan.generation, decision.top.generation, plan.waited)
         elif isinstance(plan, Adopt) and plan.renewal and decision.top:
             self.invariants.turn(plan.renewal.generation, decision.top.generation, False)
@@ -335,7 +335,7 @@ class World:
             self.invariants.begin(plan.generation, living or bool(self.disks))
 
     def _check_survivors(self, top: Header, here: frozenset[str]) -> None:
-        """A generation may begin without most of the voters only if these are dead."""
+        """A generation may begin without most of the voters in its view only if these are dead."""
         living = {node.identity for node in self.nodes.values() if node.alive} - here
         left = [each for each in self.electors.get((top.generation, top.round), ()) if each in living]
         if 2 * len(left) > top.voters:

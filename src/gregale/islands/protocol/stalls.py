@@ -95,6 +95,8 @@ class Stalls:
         if handover.due and handover.wanted is not None:
             return f"this island is in the middle of a step (one takes {handover.step_seconds:.1f} s)"
         made, needed = self._trainer.progress(number)
+        if needed == 0:
+            return "this island has not handed over its message of a round after the last step"
         return f"this island has made {made} of the {needed} steps of a round"
 
 
