@@ -49,7 +49,7 @@ reduces and the new generations without a result, and each has the stamp of its 
 - A new generation of the same state, for new leases, is adopted and committed in the same way.
 
 Half of the voters or fewer begin a new generation only if the processes of all others are dead, and in one case more:
-if they are exactly half, for then nothing was committed without one of them; or if fewer islands than `minimum` are
+if fewer islands than `minimum` are
 missing, for then no others continue. That also holds if no voter is left, as after a restart from checkpoints, or if a
 result is lost with its last holder. Only these cases, where half of the voters or more have lost their memory, can lose
 a round (`NewGeneration.waited`).
@@ -225,7 +225,6 @@ def _by_majority(view: View, headers: list[Header], current: list[Header], rules
 
 def _survivors(view: View, headers: list[Header], current: list[Header], rules: Rules) -> NewGeneration | Wait:
     """Return how half of the voters or fewer continue: only if nobody else can."""
-    present = [header for header in current if header.voter]
     # A new generation that is held (ballot 0) has no round in it, and the dead have not continued without these.
     held = [each.held for each in current if each.held and each.held.ballot]
     best = max(held, key=lambda held: held.stamp, default=None)
@@ -237,22 +236,20 @@ def _survivors(view: View, headers: list[Header], current: list[Header], rules: 
     here = {header.identity for header in headers}
     dead |= {each for each in electors - here if each.rpartition("/")[0] in names}
     is_alone = electors <= dead if voters else any(header.wait_expired for header in current)
-    is_half = bool(present) and 2 * len(present) == current[0].voters
     others = {name for header in current for name in header.known} - names
     holders = [each for each in current if best is None or _has_data(each, best)]
     if not holders:  # it is lost with the dead
-        best, holders, is_half = None, current, False
+        best, holders = None, current
     members = [each for each in holders if each.voter] or holders
-    if not (is_alone and (is_half or len(others) < rules.minimum)):
+    if not (is_alone and len(others) < rules.minimum):
         missing = _names_of(electors - dead) or tuple(sorted(others))
         return Wait("more than half of the islands that made the last round have to be here", missing, missing=True)
-    reason = "the other half of the islands is dead" if is_half else "the islands that made the last round are dead"
     return NewGeneration(
         generation=Generation(current[0].generation.number + 1, fingerprint(view)),
         members=tuple(_peer(header) for header in members),
         commit=CommitAccepted(best.key, best.digest) if best else None,
-        waited=not is_half,
-        reason=reason,
+        waited=True,
+        reason="the islands that made the last round are dead",
         reports=tuple(_report(each) for each in members),
     )
 
