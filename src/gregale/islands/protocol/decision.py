@@ -49,8 +49,8 @@ reduces and the new generations without a result, and each has the stamp of its 
 - A new generation of the same state, for new leases, is adopted and committed in the same way.
 
 Half of the voters or fewer begin a new generation only if the processes of all others are dead and fewer islands than
-`minimum` are missing, for then no others continue. That also holds if no voter is left, as after a restart from
-checkpoints, or if a result is lost with its last holder. Only these cases, where half of the voters or more have lost
+`minimum` are missing, for then no others continue. Islands that do not know the voters go on only if all
+islands of the ledger are here, or all come from checkpoints. That also holds if no voter is left, or if a result is lost with its last holder. Only these cases, where half of the voters or more have lost
 their memory, can lose a round (`NewGeneration.waited`).
 """
 
@@ -234,8 +234,12 @@ def _survivors(view: View, headers: list[Header], current: list[Header], rules: 
     # A name belongs to one process: one that has started again is not the voter.
     here = {header.identity for header in headers}
     dead |= {each for each in electors - here if each.rpartition("/")[0] in names}
-    is_alone = electors <= dead if voters else any(header.wait_expired for header in current)
     others = {name for header in current for name in header.known} - names
+    if voters:
+        is_alone = electors <= dead
+    else:  # nobody here knows them: each has a lease, so that they are here, or their processes have ended
+        is_alone = not others or all(header.from_checkpoint for header in current)
+        is_alone = is_alone and any(header.wait_expired for header in current)
     holders = [each for each in current if best is None or _has_data(each, best)]
     if not holders:  # it is lost with the dead
         best, holders = None, current

@@ -175,7 +175,8 @@ class Member(MemberState):
         self._drop_round()
         self.handover.state_replaced()
         self._adopt(outer)
-        self._electors = ()
+        is_wanted = (outer.round, outer.generation) == (wanted.round, wanted.generation)
+        self._electors = wanted.electors if is_wanted else ()
         self._voter, self._seen, self._from_checkpoint = False, 0, wanted.from_checkpoint
         self.holder, self._heal_failed, self._vain_heals = self.identity.session, "", self._vain_heals + 1
         self._do(m.Install(outer, keeps))
@@ -374,8 +375,10 @@ class Member(MemberState):
         if top is None:
             self._retry_at = self._now + self.timing.retry_seconds
             return
+        top = replace(top, electors=decision.electors)
         if isinstance(decision.plan, StartFleet):
-            top = replace(top, round=0, generation=decision.plan.generation)
+            electors = tuple(peer.identity for peer in decision.sources)
+            top = replace(top, round=0, generation=decision.plan.generation, electors=electors)
         held = self._held.held if self._held else None
         if held and (held.key, held.digest) == (top.last, top.digest):
             same = self.outer.generation == top.generation
@@ -385,7 +388,7 @@ class Member(MemberState):
             self._retry_at = self._now + self.timing.retry_seconds
         elif self.outer.fingerprint() == top.digest and max(self.outer.round, 0) == top.round:
             self._change_generation(top.generation, top.round, top.voters)
-            self._voter, self._seen, self._electors = False, 0, ()
+            self._voter, self._seen, self._electors = False, 0, top.electors
             self._do(m.Publish(self.outer))
         elif not self._healing:
             self._differs = self._me in decision.differ
