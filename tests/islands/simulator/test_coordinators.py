@@ -24,6 +24,18 @@ def test_random_schedules_make_one_history(coordinators, schedules):
     assert sum(not outcome.forked for outcome in outcomes) > schedules / 2
 
 
+@pytest.mark.parametrize(
+    ("number", "coordinators"),
+    [
+        pytest.param(31171, 2, id="half goes on, as the others are dead"),
+        pytest.param(31305, 3, id="two healed from the only voter, whom they do not know"),
+        pytest.param(32859, 3, id="the same with an island that the ledger does not know"),
+    ],
+)
+def test_a_schedule_that_broke_an_invariant_breaks_none(number, coordinators):
+    run(number, coordinators=coordinators)
+
+
 @pytest.mark.parametrize(("timing", "limit", "again"), [(LAN, 6.5, 3.0), (WAN, 17.5, 13.0)])
 @pytest.mark.parametrize("with_island", [False, True])
 def test_rounds_go_on_without_the_first_coordinator_and_it_is_found_again(timing, limit, again, with_island):

@@ -49,9 +49,10 @@ reduces and the new generations without a result, and each has the stamp of its 
 - A new generation of the same state, for new leases, is adopted and committed in the same way.
 
 Half of the voters or fewer begin a new generation only if the processes of all others are dead and fewer islands than
-`minimum` are missing, for then no others continue. Islands that do not know the voters go on only if all
-islands of the ledger are here, or all come from checkpoints. That also holds if no voter is left, or if a result is lost with its last holder. Only these cases, where half of the voters or more have lost
-their memory, can lose a round (`NewGeneration.waited`).
+`minimum` are missing, for then no others continue. Islands that do not know the voters go on only if all islands of the
+ledger are here, or all come from checkpoints. All this also holds if no voter is left, or if a result is lost with its
+last holder. Only these cases, where half of the voters or more have lost their memory, can lose a round
+(`NewGeneration.waited`).
 """
 
 from collections import Counter
