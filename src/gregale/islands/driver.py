@@ -89,6 +89,8 @@ class Driver:
 
     def start(self) -> None:
         """Start the threads; the coordinator learns of this island."""
+        if self.member.is_complete:
+            self._take_over(self.member.outer)
         Thread(target=self._tick, daemon=True, name="tick").start()
 
     # Methods that the trainer calls, from its own thread.
@@ -113,7 +115,7 @@ class Driver:
                 if self._refused is not None:
                     raise self._refused
                 order = self._order(starved)
-                waits = self._leaving or self._trainer.must_wait(self.round, self._time())
+                waits = self._leaving or self.is_complete or self._trainer.must_wait(self.round, self._time())
                 if order is not None or not (waits or (starved and self.leases.is_empty())):
                     break
                 if self.stop_asked() and not self._leaving:
@@ -194,6 +196,11 @@ class Driver:
         return self.outer.round if self.outer is not None else NO_ROUND
 
     @property
+    def is_complete(self) -> bool:
+        """Whether the last round is in the parameters."""
+        return self.member.is_complete and self._trainer.all_arrived()
+
+    @property
     def is_early(self) -> bool:
         """Whether this island hands messages over before rounds are due, as its steps are long."""
         return self.member.handover.early
@@ -230,7 +237,7 @@ class Driver:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._asking.close()
+        self._asking.close(self.is_complete)
         for threads in (self._announcing, self._telling, self._copying, self._exchange, self._healing):
             threads.shutdown(wait=False, cancel_futures=True)
         self.worker.close()
@@ -243,10 +250,9 @@ class Driver:
             return arrival
         if self._is_copy_wanted:
             return commands.CopyInnerState()
-        complete = number >= self.pace.rounds and trainer.all_arrived()
-        if self.member.done or complete:
-            return commands.Finish(complete)
-        return trainer.message(number, self._time(), self.post, is_last, starved)
+        if self.member.done or (self.is_complete and self.member.may_end):
+            return commands.Finish(self.is_complete)
+        return None if self.is_complete else trainer.message(number, self._time(), self.post, is_last, starved)
 
     # Events and actions.
 

@@ -480,7 +480,7 @@ def test_the_stall_reason_is_what_the_coordinator_waits_for_also_if_a_request_wa
     ready(a)
     coordinator = Membership()
     for name in "ab":
-        coordinator.beat(name, "s", 5.0, True, 0.0)
+        coordinator.beat(name, "s", 5.0, 0, 0.0)
     coordinator.tick(0.0)
     a.handle(m.Heartbeat(held=coordinator.held("a")))
     assert a.stall_reason() == (
@@ -586,3 +586,22 @@ def test_a_message_that_a_reduce_may_use_is_not_replaced_when_its_round_falls_du
     assert only(a.handle(m.Tick(1.0)), m.RequestView).header.weight == 1.0
     assert "RequestMessage" not in kinds(a.handle(m.RoundDue()))
     assert a.handover.serves(0)
+
+
+def test_a_complete_island_serves_those_that_are_behind():
+    a, b = begun(member("a"), member("b"))
+    for each in (a, b):
+        each.rules = replace(each.rules, closing=0)
+    a.outer = replace(a.outer, round=1, digest="d1")
+    a.handle(m.Tick(0.0))
+    assert a.is_complete and not a.may_end
+    assert kinds(a.handle(m.Heartbeat(newest=1, behind=1))) == ["RequestView"], "b is healthy"
+    assert kinds(b.handle(m.Heartbeat(newest=1, behind=1))) == ["RequestView"], "no peer announces a round any more"
+    heal = only(all_see(a, b, id=2)[1], m.Heal)
+    assert (heal.round, a.may_end) == (1, False)
+    a.handle(m.Heartbeat(newest=1, behind=0))
+    assert a.may_end
+    for seconds in (LAN.leave_seconds, LAN.linger_seconds):  # of an island that does not come
+        a.handle(m.Heartbeat(newest=1, behind=1))
+        a.handle(m.Tick(seconds))
+    assert a.may_end

@@ -24,7 +24,7 @@ class Fleet:
         while True:
             self.now = min(self.now + 0.5, now)
             for name, session in self.beating.items():
-                self.membership.beat(name, session, HEARTBEAT_SECONDS, name in self.running, self.now)
+                self.membership.beat(name, session, HEARTBEAT_SECONDS, (name in self.running) - 1, self.now)
             answers += self.membership.tick(self.now, self.stopped)
             if self.now == now:
                 return answers
@@ -123,7 +123,7 @@ def test_no_fleet_begins_just_after_the_coordinator_was_stopped():
     fleet = Fleet("a")
     fleet.stopped = 30.0
     assert fleet.ask("a") == []
-    fleet.membership.beat("b", "s", HEARTBEAT_SECONDS, True, fleet.now)
+    fleet.membership.beat("b", "s", HEARTBEAT_SECONDS, 0, fleet.now)
     assert fleet.at(EARLY_SECONDS) == [], "b runs"
 
 
@@ -279,10 +279,34 @@ def test_a_member_that_asks_elsewhere_is_not_waited_for_and_may_begin_no_fleet()
     fleet = Fleet("a", "b")
     fleet.ask("b")
     for here in (True, False):
-        fleet.membership.beat("b", "s", HEARTBEAT_SECONDS, False, fleet.now, here)
+        fleet.membership.beat("b", "s", HEARTBEAT_SECONDS, -1, fleet.now, here)
     fleet.beating.pop("b")
     assert seen(fleet.ask("a")) == ["a1s"]
     assert (
         "a fleet begins at the first coordinator only"
         in (fleet.ask("a", 2, needed=NEVER), fleet.membership.held("a"))[1]
     )
+
+
+def test_islands_that_a_complete_run_left_behind_wait_for_one_that_has_its_last_state():
+    """They were silent when the others ended: alone they would end with other parameters."""
+
+    def ask(name: str, number: int, round: int, run: str = "run") -> list[Answer]:
+        numbers = 1, GATHER_SECONDS, HEARTBEAT_SECONDS
+        fleet.membership.ask(Ask(name, "s", number, f"{name}{number}s", *numbers, round=round, run=run), fleet.now)
+        return fleet.membership.tick(fleet.now)
+
+    fleet = Fleet("late")
+    fleet.membership.leave("a", "s", "run", 120)
+    assert ask("late", 1, 119) == []
+    assert "the run is complete with 120 rounds" in fleet.membership.held("late")
+    fleet.beating["a"] = "s"
+    fleet.at(1.0)
+    assert seen(ask("a", 1, 120)) == ["a1s", "late1s"]
+    assert seen(fleet.at(3.0) + ask("late", 2, 120) + ask("a", 2, 120)) == ["a2s", "late2s"]
+
+    other = fleet = Fleet("b")
+    other.membership.leave("a", "s", "run", 120)
+    assert seen(ask("b", 1, 3, "another run")) == ["b1s"]
+    assert seen(ask("b", 2, -1)) == ["b2s"], "it begins anew"
+    assert seen(ask("b", 3, 0)) == ["b3s"]

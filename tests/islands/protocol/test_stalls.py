@@ -21,6 +21,7 @@ def member() -> Any:
         handover=Handover(),
         outer=seed("d"),
         done=False,
+        is_complete=False,
         stall_reason=lambda: "b is missing",
         is_reason_known=lambda since, seconds: True,
     )

@@ -21,6 +21,7 @@ class Coordinator:
     - `up`: whether its process lives
     - `frozen_at`: when it was stopped, if it is
     - `behind`: seconds for which it was stopped
+    - `restarts`: how often it has died
     """
 
     kind = Membership  # tests plant mistakes
@@ -32,12 +33,12 @@ class Coordinator:
         self.frozen_at: float | None = None
         self.behind = 0.0
         self._kept: list[Callable[[], None]] = []  # what it receives while it is stopped
-        self._restarts = 0
+        self.restarts = 0
         self.views: dict[Formed, View] = {}
         self._begin()
 
     def _begin(self) -> None:
-        self.membership = self.kind(1 + IDS * (self._restarts + 1000 * self.index))
+        self.membership = self.kind(1 + IDS * (self.restarts + 1000 * self.index))
 
     @property
     def clock(self) -> float:
@@ -66,7 +67,7 @@ class Coordinator:
     def _asked(self, node: Node, request: m.RequestView, term: int, needed: int) -> None:
         header, timing = request.header, self.world.timing
         numbers = needed, timing.gather_seconds, timing.heartbeat_seconds
-        ask = Ask(header.name, header.session, header.asked, header, *numbers, term)
+        ask = Ask(header.name, header.session, header.asked, header, *numbers, term, header.round, header.agreement)
         self.membership.ask(ask, self.clock)
         self.world.later(timing.hold_seconds, lambda: self._confirm(ask))
 
@@ -77,19 +78,22 @@ class Coordinator:
         if self.is_running and is_held:
             self.world.send(self.name, ask.name, lambda: node.repeat(ask.number))
 
-    def beat(self, node: Node, runs: bool, here: bool, met: bool) -> None:
+    def beat(self, node: Node, round: int, here: bool, met: bool) -> None:
         seconds, beats = self.world.timing.heartbeat_seconds, node.beats
 
         def arrive() -> None:
             membership = self.membership
-            membership.beat(node.name, node.member.identity.session, seconds, runs, self.clock, here, met)
-            event, hears, term = m.Heartbeat(held=membership.held(node.name)), membership.hears, membership.term
+            membership.beat(node.name, node.member.identity.session, seconds, round, self.clock, here, met)
+            event = m.Heartbeat("", membership.held(node.name), membership.newest, membership.behind)
+            hears, term = membership.hears, membership.term
             self.world.send(self.name, node.name, lambda: node.heartbeat(beats, event, self.index, hears, term))
 
         self._take(node.name, arrive)
 
     def leave(self, node: Node) -> None:
-        self._take(node.name, lambda: self.membership.leave(node.name, node.member.identity.session))
+        identity, outer = node.member.identity, node.member.outer
+        run = identity.agreement if node.member.is_complete else ""
+        self._take(node.name, lambda: self.membership.leave(node.name, identity.session, run, outer.round))
 
     def _answer_asks(self) -> None:
         answers = self.membership.tick(self.clock, self.behind)
@@ -142,7 +146,7 @@ class Coordinator:
     def stop(self) -> None:
         self.world.log(f"the {self.name} dies")
         self.up, self.frozen_at, self._kept = False, None, []
-        self._restarts += 1
+        self.restarts += 1
 
     def start(self) -> None:
         if not self.up:

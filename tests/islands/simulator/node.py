@@ -161,7 +161,9 @@ class Node:
             beats = self.beats
             for each in self.world.coordinators:
                 is_met = self.choice.is_heard(each.index, self.clock)
-                each.beat(self, self.in_fleet_since <= self.world.now, each.index == self.choice.current, is_met)
+                is_in_fleet = self.in_fleet_since <= self.world.now or self.member.is_complete
+                round = self.member.outer.round if is_in_fleet else NO_ROUND
+                each.beat(self, round, each.index == self.choice.current, is_met)
             if self.choice.look(self.clock) and self.asking:
                 self.answer(self.asking.header.asked, m.ViewFailed("another coordinator is chosen"))
             if beats % BEATS_PER_TIMEOUT == 0:
@@ -262,5 +264,7 @@ class Node:
         self.alive = False
 
     def _do_leave_done(self, action: m.LeaveDone) -> None:
+        if self.member.is_complete:
+            self.world.ended(self)
         self.alive = False
         self.world.leave(self)

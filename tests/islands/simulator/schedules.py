@@ -9,6 +9,7 @@ from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.decision import SPLIT_AFTER
 from gregale.islands.protocol.headers import NO_ROUND
 from gregale.islands.protocol.member import Member
+from gregale.islands.protocol.member_state import MOST_LINGERS
 from gregale.islands.protocol.settings import Timing
 from tests.islands.simulator.coordinator import POLL_SECONDS, Coordinator
 from tests.islands.simulator.invariants import BrokenError
@@ -303,7 +304,8 @@ def _demand_progress(world: World) -> Outcome:
     most, longest, began = longest_wait(world), 0.0, world.now
     while world.now < began + CALM * most:
         world.run_until(world.now + 1.0)
-        if world.final:
+        if world.complete or any(node.alive and node.member.is_complete for node in world.nodes.values()):
+            _demand_completion(world, most + MOST_LINGERS * world.timing.linger_seconds)
             return Outcome(world.invariants.rounds, world.invariants.forked, longest / most)
         longest = max(longest, world.now - max(began, world.committed_at))
         if longest > most:
@@ -319,3 +321,28 @@ def _demand_progress(world: World) -> Outcome:
         + ", ".join(f"{node.name} {world.states[node.identity].round}" for node in staying(world))
         + f"; without a data path: {sorted(world.bad)}"
     )
+
+
+def _demand_completion(world: World, seconds: float) -> None:
+    """All islands end with the last state: those that were silent when the others did get it from one of them."""
+    fleet = world.fleets
+    _run_until_left(world, fleet, seconds)
+    if world.fleets == fleet and (behind := _behind(world)):
+        name = min(world.complete, key=lambda name: (name in world.bad, name))
+        world.bad.discard(name)
+        world.log(f"{behind} are left behind: {name} starts again")
+        world.start(name)
+        _run_until_left(world, fleet, seconds)
+    if world.fleets == fleet and (behind := _behind(world)):  # otherwise another fleet has begun
+        raise BrokenError(f"the run is complete, and {behind} do not end with it")
+
+
+def _behind(world: World) -> list[str]:
+    """Islands of the fleet that can get its state, and have not ended."""
+    return [node.name for node in staying(world) if node.name not in world.bad and node.in_fleet_since < math.inf]
+
+
+def _run_until_left(world: World, fleet: int, seconds: float) -> None:
+    end = world.now + seconds
+    while world.fleets == fleet and _behind(world) and world.now < end:
+        world.run_until(world.now + 1.0)

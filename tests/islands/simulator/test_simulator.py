@@ -55,6 +55,14 @@ class CountsOn(Member):
         self.outer = outer
 
 
+class EndsAtOnce(Member):
+    """Ends with its last round, whoever is behind."""
+
+    @property
+    def may_end(self):
+        return self.is_complete
+
+
 def outcome_of(number: int) -> Outcome:
     """Return the outcome of a schedule; print what happens in one that breaks an invariant."""
     try:
@@ -93,6 +101,7 @@ def test_a_fleet_begins_within_the_documented_time_whatever_its_seconds_are(isla
         (HealsFromStaleSource, 0),
         (CountsOn, 0),
         (AsksOnce, 551),  # the first one that finds it
+        (EndsAtOnce, 31),
         pytest.param(AsksOnce, 0, marks=pytest.mark.soak),
     ],
 )

@@ -60,10 +60,11 @@ class Trainer:
         self._is_busy = False
         if self._is_final or node.member.done:
             return
-        if node.member.outer.round >= self._pace.rounds and self.side.all_arrived():
-            node.complete(self._made // BATCH, self._tokens)
-            return
-        if node.member.leaving or self.side.must_wait(node.member.outer.round, now):
+        if is_complete := node.member.is_complete and self.side.all_arrived():
+            if node.member.may_end:
+                node.complete(self._made // BATCH, self._tokens)
+                return
+        if is_complete or node.member.leaving or self.side.must_wait(node.member.outer.round, now):
             self._look_again()
         elif self._leases.is_empty() and not starved:
             self._between_steps(starved=True)
@@ -82,6 +83,8 @@ class Trainer:
         is_last, number = node.member.leaving or starved, node.member.outer.round
         if (arrival := self.side.arrival(is_last)) is not None:
             return arrival
+        if node.member.is_complete:
+            return None
         return self.side.message(number, node.clock, node.tell, is_last, starved)
 
     def _look_again(self) -> None:

@@ -118,6 +118,8 @@ class World:
         self.coordinators = [Coordinator(self, index) for index in range(coordinators)]
         self.committed_at = 0.0
         self.final: set[str] = set()  # digests of the states with which islands have completed the run
+        self.fleets = 0  # that have begun
+        self.complete: set[str] = set()  # islands that have completed the run
         self.seen_views: set[int] = set()  # by `id` of those of the coordinators
 
     def _some_pace(self) -> RoundPacing:
@@ -295,9 +297,16 @@ class World:
         self.states[node.identity] = outer
 
     def completed(self, node: Node, steps: int, tokens: list[float]) -> None:
+        self.ended(node)
+
+    def ended(self, node: Node) -> None:
+        """An island has the last state of the run."""
         self.log(f"{node.name} has completed the run")
         self.final.add(node.member.outer.digest)
-        if len(self.final) > 1 and not self.invariants.forked:
+        self.complete.add(node.name)
+        self.disks[node.name] = Checkpoint(*node.trainer.saved()), len(self.invariants.taken.get(node.name, []))
+        forgot = any(each.restarts for each in self.coordinators)  # that others have completed the run
+        if len(self.final) > 1 and not (self.invariants.forked and forgot):
             raise BrokenError(f"the run ends with other parameters on {node.name}: {self.final}")
 
     def installed(self, node: Node, outer: OuterRecord) -> None:
@@ -331,7 +340,8 @@ class World:
             self.invariants.turn(plan.renewal.generation, decision.top.generation, False)
         elif isinstance(plan, StartFleet):
             living = any(node.alive and self._has_state(node) for node in self.nodes.values())
-            self.final.clear()  # another fleet, after the end of one
+            self.final.clear(), self.complete.clear()  # another fleet, after the end of one
+            self.fleets += 1
             self.invariants.begin(plan.generation, living or bool(self.disks))
 
     def _check_survivors(self, top: Header, here: frozenset[str]) -> None:

@@ -176,6 +176,8 @@ def _names(headers: Iterable[Header]) -> tuple[str, ...]:
 
 
 def _plan(view: View, headers: list[Header], current: list[Header], rules: Rules) -> Plan:
+    if current[0].round >= rules.rounds:
+        return Wait("the run is complete", _names(header for header in headers if header not in current))
     # Islands restored from checkpoints wait like a new fleet: the first to come may have an older state.
     is_running = any(header.round > NO_ROUND and not header.from_checkpoint for header in headers)
     needed = rules.minimum if is_running else max(rules.minimum, rules.start)

@@ -15,7 +15,7 @@ from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.decision import decide
 from gregale.islands.protocol.headers import NO_ROUND, AcceptedResult, Generation, OuterRecord, View
 from gregale.islands.protocol.ledger import Ledger, advance
-from gregale.islands.protocol.member_state import MemberState, PendingCommit
+from gregale.islands.protocol.member_state import MOST_LINGERS, MemberState, PendingCommit
 from gregale.islands.protocol.outliers import NOT_FINITE
 from gregale.islands.protocol.plans import Adopt, CommitAccepted, Decision, FormGroup, NewGeneration, StartFleet, Wait
 from gregale.islands.protocol.spread import recipients
@@ -52,6 +52,8 @@ class Member(MemberState):
             self._ping()
         if self._leave_by is not None and self._now >= self._leave_by:
             self._leave()
+        if self.is_complete and self._complete_at is None:
+            self._complete_at, self._end_by = self._now, self._now + self.timing.linger_seconds
 
     def _ping(self) -> None:
         self._ping_at, self._pings = self._now + self.timing.ping_seconds, self._pings + 1
@@ -62,7 +64,7 @@ class Member(MemberState):
     def _on_round_due(self, event: m.RoundDue) -> None:
         if event.round is not None and event.round > self.outer.round:
             self._needs_view = True
-        elif event.round in (None, self.outer.round) and self.outer.round > NO_ROUND:
+        elif event.round in (None, self.outer.round) and self.outer.round > NO_ROUND and not self.is_complete:
             self._begin_round(own=event.round is None)
 
     def _begin_round(self, own: bool) -> None:
@@ -123,6 +125,10 @@ class Member(MemberState):
 
     def _on_heartbeat(self, event: m.Heartbeat) -> None:
         self._hear(event.error, event.held)
+        if not event.error:
+            self._newest, self._behind = event.newest, event.behind
+            if self._newest >= self.rules.rounds and (self._behind or not self.is_complete):
+                self._needs_view = True  # of some that are complete and some that fetch their state
 
     def _on_reduced(self, event: m.Reduced) -> None:
         if self._reducing is None or self._reducing[0].key != event.key:
@@ -198,7 +204,7 @@ class Member(MemberState):
     def _on_leave(self, event: m.Leave) -> None:
         if self._leave_by is None:
             self._leave_by = self._now + self.timing.leave_seconds
-            if self._healing or self.outer.round == NO_ROUND:
+            if self._healing or self.outer.round == NO_ROUND or self.is_complete:
                 self._leave()
             else:
                 self._begin_round(own=True)
@@ -223,6 +229,8 @@ class Member(MemberState):
         if self._me in decision.current:
             self._vain_heals, self._hold_time_before = 0, 0.0
             self._needs_view = not (isinstance(decision.plan, Wait) and decision.plan.idle)
+            if self.is_complete:
+                self._serve(any(header.healing for header in event.view.headers))
             if self.rules.majority:
                 self._electors, self._voter = decision.electors, self._me in decision.electors
                 if not self._voter and decision.headers.keys() >= set(self._electors):
@@ -230,6 +238,12 @@ class Member(MemberState):
             self._follow(event.view, decision)
         else:
             self._catch_up(decision)
+
+    def _serve(self, heals: bool) -> None:
+        """Wait for the islands that are behind, for as long as one of them fetches the state, with a limit."""
+        self._needs_view, linger = self._behind > 0, self.timing.linger_seconds
+        if heals and self._complete_at is not None:
+            self._end_by = min(self._now + linger, self._complete_at + MOST_LINGERS * linger)
 
     def _follow(self, view: View, decision: Decision) -> None:
         plan = decision.plan
@@ -342,7 +356,7 @@ class Member(MemberState):
         self._do(m.Commit(prepared.held.key, self.outer, prepared.weight))
         self._times_excluded = 0 if len(prepared.form.members) > 1 else self._times_excluded
         self._report_left_out(prepared.form)
-        if prepared.last:
+        if prepared.last or (self.leaving and self.is_complete):
             self._leave()
         elif self._leave_by is not None:
             self._begin_round(own=True)

@@ -18,6 +18,7 @@ from gregale.islands.protocol.settings import Rules, Timing
 EQUAL_STEPS = 1.1  # times the shortest step: the steps of islands that count as equally fast
 GRACE_STEPS = 1.5  # of the fastest member: others between two of their steps hand their messages over in time
 ABSENT_ROUNDS = 3  # without a member's contribution, after which that is reported
+MOST_LINGERS = 10  # times `linger_seconds`, for which a complete island hands its state over
 MAX_DOUBLINGS = 3  # of the pause of a member whose reduces fail: at most 8 times `turnover_seconds`
 
 
@@ -86,6 +87,9 @@ class MemberState:
         self._hold_time_before = 0.0  # seconds for which rounds waited for earlier heals
         self._used = used
         self._leave_by: float | None = None
+        self._complete_at: float | None = None  # when it became complete
+        self._end_by = math.inf  # when it ends then, whoever is behind
+        self._newest, self._behind = NO_ROUND, 0  # as of the newest heartbeat
         self._done = False
         self.handover = Handover()
         self.handover.fragments = rules.fragments_at(outer.round)
@@ -171,8 +175,23 @@ class MemberState:
         self.outer = outer
 
     @property
+    def is_complete(self) -> bool:
+        """Whether this island has the outer state of the last round."""
+        return self.outer.round >= self.rules.rounds
+
+    @property
+    def may_end(self) -> bool:
+        """Whether a complete island may end: its state is of no use to others any more, or they do not fetch it.
+
+        It waits until all islands that the coordinator hears are complete, for a bounded time.
+        """
+        silent = self._error and self._now - self._heard_at > self.timing.heartbeat_seconds
+        known = self._newest >= self.rules.rounds and not self._behind
+        return self.is_complete and (known or bool(silent) or self._now >= self._end_by)
+
+    @property
     def _is_closing(self) -> bool:
-        return self.outer.round >= self.rules.closing
+        return self.rules.closing <= self.outer.round < self.rules.rounds
 
     @property
     def _is_too_late(self) -> bool:
@@ -198,6 +217,8 @@ class MemberState:
 
     def _needed(self) -> int:
         """Return the smallest number of members of a view that is of use to this member."""
+        if self.is_complete:
+            return 1
         return max(self.rules.minimum, self.rules.start if self._from_checkpoint or self.outer.round == NO_ROUND else 1)
 
     def _some_pause(self) -> float:
@@ -380,6 +401,7 @@ class MemberState:
     def next_tick(self) -> float:
         """Return the time of the next `Tick` that is needed without other events."""
         times = [math.inf if self._leave_by is None else self._leave_by]
+        times.append(self._end_by if self._end_by > self._now else math.inf)
         if self._reducing:
             times.append(self._reducing[1])
         else:

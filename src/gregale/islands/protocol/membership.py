@@ -13,6 +13,9 @@ view if at least `needed` names have a request, in two cases:
 - slow: more than half of the healthy names have one, and either all healthy names have one or that was so for
   `gather_seconds`.
 
+If islands have left with a complete run, those that were silent then do not continue it alone: a view is not formed if
+all its names have older states of that run, until a name with the last state is here.
+
 A name *runs* if it has reported a round. A view without such a name may begin a fleet, so it is not formed while there
 is one, nor before the names that run had the time for a heartbeat since the coordinator's start.
 
@@ -29,6 +32,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gregale.distributed.agreement import listed
+from gregale.islands.protocol.wire import NO_ROUND
 
 BEATS_PER_TIMEOUT = 5
 NEVER = 10**6  # needed members of those that only join a fleet: it begins at the first coordinator of several
@@ -47,6 +51,8 @@ class Ask:
     gather_seconds: float
     heartbeat_seconds: float
     term: int = 0  # the coordinator's, as far as the member knows; 0: there is one coordinator
+    round: int = NO_ROUND  # of the member's state
+    run: str = ""  # the same text for all members of a run
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +81,16 @@ class Session:
     since: float
     heard: float
     heartbeat_seconds: float
-    runs: bool = False
+    round: int = NO_ROUND  # the newest that it has reported
     here: bool = True  # it sends its requests to this coordinator
     met: bool = False  # it receives the answers to its heartbeats
     ask: Ask | None = None  # its pending request
     header: Any = None  # of its newest request
     view: Formed | None = None  # of its newest request, once a view has answered it
+
+    @property
+    def runs(self) -> bool:
+        return self.round > NO_ROUND
 
 
 class Membership:
@@ -97,6 +107,7 @@ class Membership:
         self._started, self._stopped = math.inf, 0.0  # when it began to listen; `stopped` of the last tick
         self.last: frozenset[str] | None = None
         self._awaited = ""
+        self._complete: dict[str, int] = {}  # the number of rounds of complete runs, whose islands have left
 
     @property
     def healthy(self) -> dict[str, str]:
@@ -128,6 +139,17 @@ class Membership:
         """The number of healthy names that this coordinator hears, and that hear it."""
         return sum(owner.met for owner in self._owners.values())
 
+    @property
+    def newest(self) -> int:
+        """The newest round that a healthy name has reported."""
+        return max((owner.round for owner in self._owners.values()), default=NO_ROUND)
+
+    @property
+    def behind(self) -> int:
+        """The number of healthy names that have reported an older round."""
+        newest = self.newest
+        return sum(owner.round < newest for owner in self._owners.values())
+
     def held(self, name: str) -> str:
         """Return what the next view waits for, as of the last tick, and what `name` has to know beside it.
 
@@ -153,15 +175,20 @@ class Membership:
             reasons[-1] += f", at most {max(seconds, 0.0):.1f} s more"
         if pending and (seconds := self._early_seconds(pending, now)):
             reasons.append(f"the coordinator waits {seconds:.1f} s more for heartbeats of a fleet that runs")
+        if pending and (rounds := self._is_left_behind(pending)):
+            reasons.append(
+                f"the run is complete with {rounds} rounds, and the islands with its last parameters have ended: start "
+                "one of them again, which hands them over (or the lighthouse, to make the missing rounds again)"
+            )
         return "; ".join(reasons) or "the coordinator forms a view"
 
     def beat(
-        self, name: str, session: str, heartbeat_seconds: float, runs: bool, now: float, here: bool = True,
+        self, name: str, session: str, heartbeat_seconds: float, round: int, now: float, here: bool = True,
         met: bool = True,
     ) -> None:  # fmt: skip
-        """Record a heartbeat; that of an owner refuses other processes of its name."""
+        """Record a heartbeat, with the newest round; that of an owner refuses other processes of its name."""
         found = self._heard(name, session, heartbeat_seconds, now)
-        found.runs, found.here, found.met = runs, here, met
+        found.round, found.here, found.met = round, here, met
         if not here:
             self._drop_ask(found)
             found.ask = None
@@ -201,8 +228,13 @@ class Membership:
         """Return the healthy names that send their requests to this coordinator."""
         return {name for name, owner in self._owners.items() if owner.here}
 
-    def leave(self, name: str, session: str) -> None:
-        """Record the end of a process; the next oldest of the name becomes the owner."""
+    def leave(self, name: str, session: str, run: str = "", rounds: int = 0) -> None:
+        """Record the end of a process, with a complete `run` of so many `rounds`, if that is given.
+
+        The next oldest of the name becomes the owner.
+        """
+        if run:
+            self._complete[run] = rounds
         processes = self._sessions.get(name, {})
         if found := processes.pop(session, None):
             self._drop_ask(found)
@@ -244,6 +276,7 @@ class Membership:
         is_beside = bool(running) and not running & pending.keys()  # it may begin a fleet beside one that runs
         is_early = self._early_seconds(pending, now) > 0
         possible = len(pending) >= _needed(pending) and not is_beside and not is_early
+        possible = possible and not self._is_left_behind(pending)
         if possible and self.last is not None and self.last <= pending.keys():
             return True
         if not possible or 2 * len(pending) <= (count := len(self._here())):
@@ -251,6 +284,12 @@ class Membership:
             return False
         self._enough_since = now if self._enough_since is None else self._enough_since
         return len(pending) == count or now - self._enough_since >= _gather_seconds(pending)
+
+    def _is_left_behind(self, pending: dict[str, Ask]) -> int:
+        """Return the number of rounds of a complete run, if all these requests have older states of it; else 0."""
+        newest = max(pending.values(), key=lambda ask: ask.round)
+        rounds = self._complete.get(newest.run, 0)
+        return rounds if NO_ROUND < newest.round < rounds else 0
 
     def _early_seconds(self, pending: dict[str, Ask], now: float) -> float:
         """Return for how long these requests may not begin a fleet: one that runs may not have sent a heartbeat yet."""
@@ -263,6 +302,8 @@ class Membership:
         if not pending or not self._is_due(pending, now):
             return None
         names, self._enough_since = frozenset(pending), None
+        if (first := max(pending.values(), key=lambda ask: ask.round)).round == NO_ROUND:
+            self._complete.pop(first.run, None)  # it begins once more
         if names != self.last:
             self._id, self.last = self._id + 1, names
         self._views += 1

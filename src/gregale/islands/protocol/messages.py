@@ -6,7 +6,7 @@ A driver owns one `member.Member` and everything that is not pure. It converts o
 
 from dataclasses import dataclass
 
-from gregale.islands.protocol.headers import Generation, Header, OuterRecord, Peer, View
+from gregale.islands.protocol.headers import NO_ROUND, Generation, Header, OuterRecord, Peer, View
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +71,17 @@ class ViewFailed:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """A heartbeat failed with this `error`; or the coordinator answered it: `held` is what the next view waits for."""
+    """A heartbeat failed with this `error`, or the coordinator answered it.
+
+    - `held`: what the next view waits for
+    - `newest`: the newest round that an island which the coordinator hears has reported
+    - `behind`: how many of these islands have reported an older one
+    """
 
     error: str = ""
     held: str = ""
+    newest: int = NO_ROUND
+    behind: int = 0
 
 
 @dataclass(frozen=True, slots=True)

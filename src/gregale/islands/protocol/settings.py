@@ -29,6 +29,11 @@ class Timing:
         return self.join_seconds + self.retry_seconds
 
     @property
+    def linger_seconds(self) -> float:
+        """How long a complete island waits for another one to fetch its state."""
+        return self.leave_seconds + self.turnover_seconds
+
+    @property
     def ask_seconds(self) -> float:
         """The time after which a request without view or confirmation has failed."""
         return self.hold_seconds + self.network_seconds
@@ -72,6 +77,11 @@ class Rules:
     fragments: tuple[int, ...] = (1,)  # of each stage: a round changes one
     closing: float = math.inf  # from this round on no steps come between rounds, and each waits for all messages
     majority: bool = False  # there are several coordinators: only more than half of the voters continue
+
+    @property
+    def rounds(self) -> float:
+        """The number of rounds of the whole run: a closing round of each fragment comes after the others."""
+        return self.closing + self.fragments[-1]
 
     def fragments_at(self, round: int) -> int:
         """Return the number of fragments in the stage that the fleet is in after so many rounds."""

@@ -59,7 +59,7 @@ class Stalls:
         """
         member = self._member
         gap, self._stopped = stopped - self._stopped, stopped
-        if member.done:
+        if member.done or member.is_complete:
             return None
         if gap >= member.timing.heartbeat_seconds and self._since is not None:
             self._since, self._next = now, self._late_seconds()

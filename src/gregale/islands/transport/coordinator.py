@@ -92,6 +92,7 @@ class CoordinatorClient:
         self._choice, self._lock = Choice(len(self.addresses), timing.heartbeat_seconds), threading.Lock()
         self._numbers = itertools.count()
         self._status = {"round": NO_ROUND, "stalled": ""}
+        self._run = ""  # what all members of the run agree on, by the newest request
         self._closed = threading.Event()
         self._threads = [
             threading.Thread(target=self._beat, args=(index,), name="gregale-heartbeat", daemon=True)
@@ -125,6 +126,8 @@ class CoordinatorClient:
             index, term, needed = self._choice.request(needed, header.get("round") == NO_ROUND)
         address = self.addresses[index]
         request = {"number": next(self._numbers), "needed": needed, "header": to_texts(header), "term": term}
+        round, self._run = header.get("round"), header.get("agreement", "")
+        request["round"] = round if isinstance(round, int) else NO_ROUND  # members complain of the header
         request |= {"hold_seconds": timing.hold_seconds, "gather_seconds": timing.gather_seconds}
         while (reply := self._send(index, "ask", request, timing.ask_seconds)).get("held"):
             if self._closed.is_set():
@@ -142,8 +145,11 @@ class CoordinatorClient:
         """Report the committed round, and the reason of a stall, to the coordinator with the next heartbeats."""
         self._status = {"round": round, "stalled": (stalled or "")[:LONGEST_REASON]}
 
-    def close(self) -> None:
-        """Announce the leave, so that no member waits for this one, and stop. Wait for a request in progress."""
+    def close(self, complete: bool = False) -> None:
+        """Announce the leave, so that no member waits for this one, and stop. Wait for a request in progress.
+
+        - `complete`: this member leaves with the last state of the run
+        """
         if self._closed.is_set():
             return
         self._closed.set()
@@ -151,7 +157,7 @@ class CoordinatorClient:
         for index, (thread, pool) in enumerate(zip(self._threads, self._pools, strict=True)):
             thread.join(max(until - time.monotonic(), 0.0))
             if pool.has_met:
-                self._say(index, "leave", {})
+                self._say(index, "leave", {"run": self._run if complete else "", "round": self._status["round"]})
             pool.close()
 
     def _beat(self, index: int) -> None:
@@ -174,7 +180,8 @@ class CoordinatorClient:
             return Heartbeat(str(error))
         with self._lock:
             self._choice.answered(index, int(reply.get("hears", 0)), time.monotonic())
-        return Heartbeat(held=str(reply.get("held", "")))
+        newest, behind = (int(reply.get(key, 0)) for key in ("newest", "behind"))
+        return Heartbeat(held=str(reply.get("held", "")), newest=newest, behind=behind)
 
     def _send(self, index: int, kind: str, content: dict, wait_seconds: float) -> dict:
         message = {"format": FORMAT, "kind": kind, "name": self.name, "session": self._session, **content}

@@ -31,7 +31,7 @@ from gregale.islands.transport.tls import tls_contexts
 NAME = "lighthouse"
 TICK_SECONDS = 0.05
 BURST_SECONDS = 0.005  # the requests of this time are handled by one tick, because a tick looks at all islands
-LONGEST_NAME, LONGEST_REASON, LONGEST_SECONDS = 100, 300, 10**6
+LONGEST_NAME, LONGEST_REASON, LONGEST_RUN, LONGEST_SECONDS = 100, 300, 10**6, 10**6
 CHANGES_AT_ONCE, SECONDS_PER_CHANGE = 100, 5.0  # lines about islands that come and go
 OTHER_FORMAT = "it has another version of Gregale, with other messages: install the same one everywhere"
 MOST_RELAYS = 512
@@ -88,7 +88,10 @@ class Lighthouse:
             if message.get("kind") == "beat":
                 self._beat(name, session, message)
             elif message.get("kind") == "leave":
-                self._membership.leave(name, session)
+                run, round = text_of(message, "run", LONGEST_RUN), message.get("round")
+                if type(round) is not int:
+                    raise RequestRejected("an island that leaves says its round")
+                self._membership.leave(name, session, run, round)
                 self._news.leave(name)
                 self._asked.set()
             else:
@@ -96,6 +99,7 @@ class Lighthouse:
             if self._membership.has_answers:
                 self._tick()
             told = {"hears": self._membership.hears, "term": self._membership.term}
+            told |= {"newest": self._membership.newest, "behind": self._membership.behind}
             return told | {"held": self._membership.held(name), **news}
 
     def _beat(self, name: str, session: str, message: dict) -> None:
@@ -105,17 +109,17 @@ class Lighthouse:
         seconds, here, met = seconds_of(message, "heartbeat_seconds"), message.get("here"), message.get("met")
         if not (isinstance(here, bool) and isinstance(met, bool)):
             raise RequestRejected("a heartbeat says whether this coordinator is chosen, and heard")
-        self._membership.beat(name, session, seconds, round > NO_ROUND, now, here, met)
+        self._membership.beat(name, session, seconds, round, now, here, met)
         if self._membership.healthy.get(name) == session:
             self._tell(self._news.report(name, round, stalled, now), self._say)
 
     def _ask(self, name: str, session: str, message: dict) -> dict | bytes:
         number, needed, header = message.get("number"), message.get("needed"), message.get("header")
-        term = message.get("term")
+        term, round = message.get("term"), message.get("round")
         if not (isinstance(number, int) and isinstance(needed, int) and isinstance(header, dict)):
             raise RequestRejected("a view request has a number, the needed members and a header")
-        if not isinstance(term, int):
-            raise RequestRejected("a view request has a term")
+        if not isinstance(term, int) or type(round) is not int:
+            raise RequestRejected("a view request has a term and a round")
         if not all(isinstance(each, str) for each in header.values()):
             raise RequestRejected("the values of a header are JSON texts")
         hold, gather, heartbeat = (seconds_of(message, f"{key}_seconds") for key in ("hold", "gather", "heartbeat"))
@@ -125,7 +129,9 @@ class Lighthouse:
                 return {"held": True}
             header["hosts"] = found
         header |= to_texts({"name": name})
-        ask, answer = Ask(name, session, number, header, needed, gather, heartbeat, term), Future()
+        run = json.loads(header.get("agreement", '""'))
+        ask = Ask(name, session, number, header, needed, gather, heartbeat, term, round, str(run))
+        answer = Future[dict | bytes]()
         with self._lock:
             self._waiting[ask] = answer
             self._membership.ask(ask, self._time())
