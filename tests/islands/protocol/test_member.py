@@ -594,7 +594,8 @@ def test_a_complete_island_serves_those_that_are_behind():
         each.rules = replace(each.rules, closing=0)
     a.outer = replace(a.outer, round=1, digest="d1")
     a.handle(m.Tick(0.0))
-    assert a.is_complete and not a.may_end
+    assert a.is_complete
+    assert not a.may_end
     assert kinds(a.handle(m.Heartbeat(newest=1, behind=1))) == ["RequestView"], "b is healthy"
     assert kinds(b.handle(m.Heartbeat(newest=1, behind=1))) == ["RequestView"], "no peer announces a round any more"
     heal = only(all_see(a, b, id=2)[1], m.Heal)

@@ -60,10 +60,10 @@ class Trainer:
         self._is_busy = False
         if self._is_final or node.member.done:
             return
-        if is_complete := node.member.is_complete and self.side.all_arrived():
-            if node.member.may_end:
-                node.complete(self._made // BATCH, self._tokens)
-                return
+        is_complete = node.member.is_complete and self.side.all_arrived()
+        if is_complete and node.member.may_end:
+            node.complete(self._made // BATCH, self._tokens)
+            return
         if is_complete or node.member.leaving or self.side.must_wait(node.member.outer.round, now):
             self._look_again()
         elif self._leases.is_empty() and not starved:

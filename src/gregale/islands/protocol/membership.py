@@ -35,6 +35,7 @@ from gregale.distributed.agreement import listed
 from gregale.islands.protocol.wire import NO_ROUND
 
 BEATS_PER_TIMEOUT = 5
+MOST_RUNS = 16  # complete ones that a coordinator remembers
 NEVER = 10**6  # needed members of those that only join a fleet: it begins at the first coordinator of several
 TERMS, VIEWS = 2**48, 2**32  # more than coordinators draw first ids from, and than there are views of one
 
@@ -235,6 +236,8 @@ class Membership:
         """
         if run:
             self._complete[run] = rounds
+            for oldest in list(self._complete)[:-MOST_RUNS]:
+                del self._complete[oldest]
         processes = self._sessions.get(name, {})
         if found := processes.pop(session, None):
             self._drop_ask(found)

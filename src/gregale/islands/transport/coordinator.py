@@ -126,7 +126,7 @@ class CoordinatorClient:
             index, term, needed = self._choice.request(needed, header.get("round") == NO_ROUND)
         address = self.addresses[index]
         request = {"number": next(self._numbers), "needed": needed, "header": to_texts(header), "term": term}
-        round, self._run = header.get("round"), header.get("agreement", "")
+        round, self._run = header.get("round"), request["header"].get("agreement", "")
         request["round"] = round if isinstance(round, int) else NO_ROUND  # members complain of the header
         request |= {"hold_seconds": timing.hold_seconds, "gather_seconds": timing.gather_seconds}
         while (reply := self._send(index, "ask", request, timing.ask_seconds)).get("held"):

@@ -21,7 +21,7 @@ from gregale.islands.protocol.headers import FORMAT
 from gregale.islands.protocol.membership import Ask, Formed, Membership
 from gregale.islands.protocol.news import News
 from gregale.islands.protocol.running_time import RunningTime
-from gregale.islands.protocol.wire import NO_ROUND, pack, to_texts
+from gregale.islands.protocol.wire import pack, to_texts
 from gregale.islands.transport.client import OUTWARDS, PeerUnreachable, RequestRejected, ask_status
 from gregale.islands.transport.listener import RateLimitedLines
 from gregale.islands.transport.server import Server
@@ -129,8 +129,8 @@ class Lighthouse:
                 return {"held": True}
             header["hosts"] = found
         header |= to_texts({"name": name})
-        run = json.loads(header.get("agreement", '""'))
-        ask = Ask(name, session, number, header, needed, gather, heartbeat, term, round, str(run))
+        run = header.get("agreement", "")
+        ask = Ask(name, session, number, header, needed, gather, heartbeat, term, round, run)
         answer = Future[dict | bytes]()
         with self._lock:
             self._waiting[ask] = answer
