@@ -180,6 +180,25 @@ def test_an_interrupt_while_python_ends_shows_no_traceback():
     assert ended.stdout == f"gregale {gregale.__version__}\n"
 
 
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_stop_is_reported_while_a_command_is_imported_and_then_is_the_programs(tmp_path, name):
+    kill, number = f"os.kill(os.getpid(), signal.{name})", signal.Signals[name]
+    (tmp_path / "early.py").write_text(f"import os, signal\n{kill}\n")
+    (tmp_path / "late.py").write_text(
+        "import os, signal\nfrom dataclasses import make_dataclass\nfrom gregale.programs.command import Command\n"
+        f"COMMAND = Command(lambda _: {kill}, make_dataclass('None_', ()))\n"
+    )
+    program = (
+        "import signal, sys; from gregale.cli import Program, main; "
+        f"signal.signal(signal.SIGHUP, signal.SIG_DFL); sys.path.append({str(tmp_path)!r}); "
+        "sys.exit(main(programs={name: Program(name, '') for name in ('early', 'late')}))"
+    )
+    told = f"gregale: {name}: there is nothing to save, and the command ends.\n"
+    for command, ended_with in (("early", (128 + number, told)), ("late", (-number, ""))):
+        ended = subprocess.run([sys.executable, "-c", program, command], capture_output=True, text=True, check=False)
+        assert (ended.returncode, ended.stderr) == ended_with
+
+
 def test_the_end_of_a_process_waits_for_no_compiler():
     program = (
         "import os, sys, threading, time; from gregale.cli import main; from gregale.streams import LEFT_AT_EXIT; "

@@ -13,7 +13,7 @@ from importlib import import_module
 import pytest
 
 from gregale.cli import PROGRAMS, main, split_name
-from gregale.cli.invocation import invoke
+from gregale.cli.invocation import bound
 from gregale.errors import UserError
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
@@ -61,7 +61,7 @@ def check_command(line: str) -> None:
         assert name in (*PROGRAMS, "--help", "--version")
         return
     command = import_module(PROGRAMS[name].module).COMMAND
-    assert invoke(name, replace(command, main=lambda *_: 0), rest) == 0
+    assert bound(name, replace(command, main=lambda *_: 0), rest)() == 0
 
 
 SHOWN = [

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 
-from gregale.cli.invocation import invoke
+from gregale.cli.invocation import bound
 from gregale.data.tokenizers import BpeConfig, FileConfig, load_tokenizer
 from gregale.errors import UserError, install_hint
 from gregale.huggingface.families import FAMILIES
@@ -393,7 +393,7 @@ def configured(file: str, *arguments: str) -> TrainConfig:
     """The configuration that a program gets."""
     found = []
     command = Command(main=lambda _, config: found.append(config) or 0, options=TokenizeOptions, config=TrainConfig)
-    assert invoke("train", replace(command, positional=("config",)), [file, *arguments]) == 0
+    assert bound("train", replace(command, positional=("config",)), [file, *arguments])() == 0
     return found[0]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gregale.cli import main
-from gregale.cli.invocation import invoke
+from gregale.cli.invocation import bound
 from gregale.errors import UserError
 from gregale.programs.exporting import ExportOptions
 from gregale.programs.tokenize import COMMAND
@@ -48,7 +48,7 @@ def invoked(*arguments: str) -> TrainConfig:
     """The configuration that a command gets."""
     found = []
     command = replace(COMMAND, main=lambda options, config: found.append(config) or 0)
-    assert invoke("tokenize", command, arguments) == 0
+    assert bound("tokenize", command, arguments)() == 0
     return found[0]
 
 

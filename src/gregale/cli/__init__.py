@@ -10,7 +10,7 @@ import signal
 import sys
 import textwrap
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -77,7 +77,9 @@ def _run(arguments: Sequence[str] | None, programs: Mapping[str, Program]) -> in
     _silence_deprecations()
     _replace_unencodable()
     try:
-        code = _dispatch(_decoded(sys.argv[1:] if arguments is None else arguments), programs)
+        with _stops_reported() if arguments is None else nullcontext():
+            run = _dispatch(_decoded(sys.argv[1:] if arguments is None else arguments), programs)
+        code = run()
         sys.stdout.flush()  # here, where a failure is still handled
         return code
     except UserError as error:
@@ -127,14 +129,38 @@ def _is_without_reader(stream: TextIO) -> bool:
     return bool(poll.poll(0))
 
 
-def _dispatch(arguments: list[str], programs: Mapping[str, Program]) -> int:
+@contextmanager
+def _stops_reported() -> Iterator[None]:
+    """Report SIGTERM and SIGHUP, where nobody handles or ignores them, and end the process.
+
+    This is for imports and the configuration. A program decides itself what a signal means to it, and a handler in
+    Python would wait for a compiler.
+    """
+
+    def end(number: int, _: object) -> None:
+        say_beside(f"gregale: {signal.Signals(number).name}: there is nothing to save, and the command ends.")
+        exit_at_once(128 + number)
+
+    caught = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) == signal.SIG_DFL]
+    for number in caught:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in caught:
+            if signal.getsignal(number) == end:  # not a plugin's
+                signal.signal(number, signal.SIG_DFL)
+
+
+def _dispatch(arguments: list[str], programs: Mapping[str, Program]) -> Callable[[], int]:
+    """Return what the arguments ask for, ready to run; it returns the exit code. The help is printed at once."""
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_overview(programs))
-        return 0
+        return lambda: 0
     name, rest = split_name(arguments, programs)
     if name == "--version":
         print(f"gregale {gregale.__version__}")
-        return 0
+        return lambda: 0
     if name not in programs:
         near = get_close_matches(name, programs, n=1)
         hint = f" Did you mean `{near[0]}`?" if near else ""
@@ -142,15 +168,15 @@ def _dispatch(arguments: list[str], programs: Mapping[str, Program]) -> int:
     program = programs[name]
     # Imported late, so that help and errors need no import of JAX.
     with nullcontext() if program.module in sys.modules else _without_gc():
-        from gregale.cli.invocation import command_help, invoke
+        from gregale.cli.invocation import bound, command_help
 
         command = import_module(program.module).COMMAND
     for index, word in enumerate(rest):
         if word in ("-h", "--help"):
             topic = next(iter(rest[index + 1 :]), None)
             print(command_help(name, program.summary, command, topic, rest[:index]), end="")
-            return 0
-    return invoke(name, command, rest)
+            return lambda: 0
+    return bound(name, command, rest)
 
 
 def split_name(arguments: Sequence[str], programs: Mapping[str, Program] = PROGRAMS) -> tuple[str, list[str]]:

@@ -4,9 +4,10 @@ import json
 import os
 import shutil
 import textwrap
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import fields
+from functools import partial
 from itertools import takewhile
 from typing import Any, get_origin
 
@@ -27,8 +28,8 @@ MIN_MEANING = 20
 NO_BREAK = "\N{NO-BREAK SPACE}"
 
 
-def invoke(name: str, command: Command, arguments: Sequence[str]) -> int:
-    """Run `command` with its arguments (without its name); return its exit code.
+def bound(name: str, command: Command, arguments: Sequence[str]) -> Callable[[], int]:
+    """Return `command` with its arguments (without its name), ready to run; it returns the exit code.
 
     Keys of the command's options set options, all others the configuration. Raises `UserError` for a superfluous word,
     a missing word, and the errors of `load`.
@@ -52,11 +53,11 @@ def invoke(name: str, command: Command, arguments: Sequence[str]) -> int:
     for_options += [pair for pair in pairs if command.config is None or _key(pair).split(".")[0] in own]
     options = load(command.options, None, for_options)
     if command.config is None:
-        return command.main(options)
+        return partial(command.main, options)
     config = load(command.config, path, [pair for pair in pairs if pair not in for_options])
     from gregale.huggingface.hub import resolved  # late: a command without a configuration does not import JAX
 
-    return command.main(options, resolved(config))
+    return partial(command.main, options, resolved(config))
 
 
 def _split(command: Command, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
