@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from tests.programs.tiny import finished, lines, saved_state, start, write_config, write_inputs
+from tests.programs.tiny import FAST_TO_COMPILE, finished, lines, saved_state, start, write_config, write_inputs
 
 STEPS = 200
 MOST_DIFFERENCES = 10
@@ -40,7 +40,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "diloco": {"sync": DILOCO, "mesh": {"replica": 4, "data": 2}},
     "streaming": {"sync": STREAMING, "mesh": {"replica": 2, "data": 4}},
     "int4": {"sync": STREAMING, "reduce": INT4, "mesh": {"replica": 4, "data": 2}},
-    "pipeline": {"mesh": {"stage": 3, "replica": 2}, "model__layers": 6, "cpu_devices": 6, "pipeline": {}},
+    "pipeline": {"mesh": {"stage": 3, "replica": 2}, "model__layers": 6, "cpu_devices": 6, "pipeline": {}, "batch__size": 12},
     "context": {"mesh": {"context": 2, "replica": 2, "data": 2}},
     "experts gathered": {"model": EXPERTS, "mesh": {"replica": 2, "data": 4}},
     "experts exchanged": {"model": EXPERTS, "mesh": {"replica": 2, "data": 4}, "mapping": EXCHANGED},
@@ -95,7 +95,7 @@ def recorded(folder: Path, name: str, steps: int) -> dict[str, Any]:
     if "start_from" in config:
         del config["model"]
     path.write_text(yaml.safe_dump(config))
-    code, out, error = finished(start(folder, "train", "golden.yaml", flags=""))
+    code, out, error = finished(start(folder, "train", "golden.yaml", flags=FAST_TO_COMPILE))
     if code:
         raise SystemExit(f"{name}: {error or out}")
     run = folder / "runs" / config["name"]

@@ -29,9 +29,8 @@ def compiled(chip: str, length: int) -> str:
     from gregale.axes.mapping import standard_layout
     from gregale.axes.mesh import MeshConfig, make_mesh
     from gregale.model.compute_config import ComputeConfig
-    from gregale.model.config import LlamaConfig
     from gregale.model.execution import execution
-    from gregale.model.llama import Llama
+    from gregale.model.llama import Llama, LlamaConfig
     from gregale.training.compiler_options import compiler_options
 
     target = topology_target(TOPOLOGIES[chip], 1, None)

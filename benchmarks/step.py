@@ -51,9 +51,8 @@ from gregale.distributed.devices import THREADS_A_DEVICE, with_flags
 from gregale.distributed.malloc_tuning import keep_memory
 from gregale.methods.psdp import Psdp
 from gregale.model.compute_config import ComputeConfig
-from gregale.model.config import LlamaConfig
 from gregale.model.execution import Execution, execution
-from gregale.model.llama import Llama
+from gregale.model.llama import Llama, LlamaConfig
 from gregale.optim import AdamWConfig, ConstantSchedule
 
 MESHES = {1: MeshConfig(replica=1, data=1, model=1), 8: MeshConfig(replica=2, data=2, model=2)}

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import haliax as hax
 
 from gregale.model.base import ModelConfig
-from gregale.model.config import LlamaConfig
-from gregale.model.llama import Llama
+from gregale.model.llama import Llama, LlamaConfig
 from gregale.model.losses import Losses
 from gregale.settings import at_least, setting
 

@@ -6,6 +6,8 @@
 Every name of `__all__` is imported at its first use, so that `import gregale` imports no other package.
 """
 
+from gregale.version import __version__
+
 TYPE_CHECKING = False  # as `typing` has it, whose import would take longer than all of this module's
 if TYPE_CHECKING:
     from gregale.data.sources import SourceConfig
@@ -21,8 +23,6 @@ if TYPE_CHECKING:
     from gregale.settings import setting
     from gregale.tracking.callback import Callback, CallbackConfig
     from gregale.tracking.choices import TrackerConfig
-
-__version__ = "0.2.0"
 
 __all__ = [
     "Callback",

@@ -17,12 +17,12 @@ from gregale.axes.mapping import MappingConfig
 from gregale.axes.mesh import MeshConfig
 from gregale.methods.config import DilocoConfig
 from gregale.model.adapter_config import LoraConfig
-from gregale.model.config import GptOssConfig
 from gregale.model.experts_config import BalanceConfig, ExpertsConfig
+from gregale.model.llama import GptOssConfig
 from gregale.objectives import DpoConfig
 from gregale.optim import AdamWConfig, GroupConfig, MuonConfig
 from gregale.programs.plan.shapes import step_transfers
-from gregale.programs.runtime.setup import set_up
+from gregale.programs.runtime.expert_parallelism import set_up
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
 from tests.audit.steps import audited, small_setup, small_step

@@ -22,8 +22,7 @@ from gregale.huggingface.families import FAMILIES
 from gregale.huggingface.folder import open_folder
 from gregale.huggingface.tensor_names import slots_of
 from gregale.huggingface.weights import read_model
-from gregale.model.config import GemmaConfig
-from gregale.model.llama import Llama
+from gregale.model.llama import GemmaConfig, Llama
 from tests.huggingface.hub import (
     CONFIGURATIONS,
     MODELS,

@@ -19,12 +19,11 @@ from gregale.axes.layout import BATCH, REPLICA, Layout
 from gregale.axes.mapping import standard_layout
 from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.axes.position_order import position_order
-from gregale.model.config import LlamaConfig
 from gregale.model.execution import Execution
 from gregale.model.kernels.cpu.kernels import cpu_kernels
 from gregale.model.kernels.dispatch import KernelRequest, kernels_for
 from gregale.model.kernels.kernels import Kernels
-from gregale.model.llama import Llama
+from gregale.model.llama import Llama, LlamaConfig
 from gregale.programs.plan.shapes import step_transfers
 from gregale.programs.runtime.setup import Setup
 

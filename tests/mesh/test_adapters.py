@@ -25,7 +25,8 @@ from gregale.model.adapter_config import MLP_TARGETS, LoraConfig
 from gregale.model.adapters import Lora, quantised
 from gregale.programs.plan.shapes import abstract_batch
 from gregale.programs.plan.step import known_trips
-from gregale.programs.runtime.setup import Setup, set_up
+from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
 from tests.axes.test_quantised_weight import dequantised

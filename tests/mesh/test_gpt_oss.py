@@ -11,9 +11,8 @@ from gregale.axes.mesh import MeshConfig
 from gregale.communication.pipeline.config import PipelineConfig
 from gregale.errors import UserError
 from gregale.inference.generate import BLOCK, Generator
-from gregale.model.config import GptOssConfig
 from gregale.model.experts_config import BalanceConfig, ExpertsConfig
-from gregale.model.llama import Llama
+from gregale.model.llama import GptOssConfig, Llama
 from gregale.optim.matrices import decays
 from tests.inference.test_generate import GREEDY, NO_END, PROMPTS, rows_of
 from tests.mesh.support import executed, kernels_of, layout_of, placed, small_model

@@ -24,8 +24,8 @@ from gregale.huggingface.tensor_names import parameters_of, path_of, slots_of
 from gregale.huggingface.weights import read_model
 from gregale.huggingface.writing import Writer, plan_files, slots_by_name
 from gregale.methods.config import StreamingDilocoConfig
-from gregale.model.config import LlamaConfig
-from gregale.programs.runtime.setup import set_up
+from gregale.model.llama import LlamaConfig
+from gregale.programs.runtime.expert_parallelism import set_up
 from tests.mesh.support import assert_sends_its_closed_form, layout_of, one_device, placed, token_batch
 from tests.mesh.test_pipelined_llama import PLAIN, assert_states_close, trained
 from tests.plugins import plugins_from

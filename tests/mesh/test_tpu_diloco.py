@@ -14,9 +14,8 @@ from gregale.methods.diloco import Diloco
 from gregale.methods.fragments import Fragment
 from gregale.methods.psdp import Psdp
 from gregale.methods.schedule import Schedule
-from gregale.model.config import LlamaConfig
 from gregale.model.execution import Execution
-from gregale.model.llama import Llama
+from gregale.model.llama import Llama, LlamaConfig
 from gregale.optim import SgdConfig
 from gregale.training.state import abstract_state
 from gregale.training.stepper import Stepper

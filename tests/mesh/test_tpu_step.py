@@ -17,7 +17,7 @@ from gregale.audit.overlap import CALIBRATION
 from gregale.axes.mesh import MeshConfig
 from gregale.errors import UserError
 from gregale.model.compute_config import ComputeConfig
-from gregale.model.config import LlamaConfig
+from gregale.model.llama import LlamaConfig
 from gregale.programs.plan.compiling import DUMPED, read_dump
 from gregale.programs.plan.devices import Target, topology_target
 from gregale.programs.plan.report import kernels_of, report_of

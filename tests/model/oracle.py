@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gregale.model.config import LlamaConfig
-from gregale.model.llama import Llama
+from gregale.model.llama import Llama, LlamaConfig
 from gregale.model.scaling import LinearScaling, Llama3Scaling, RotaryScaling
 
 Weights = dict[str, jax.Array]

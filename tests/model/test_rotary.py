@@ -9,10 +9,10 @@ from haliax import Axis
 
 from gregale.huggingface.config import read_config
 from gregale.model.attention import frequencies, rotate
-from gregale.model.config import LlamaConfig
 from gregale.model.kernels.cpu.kernels import cpu_kernels
 from gregale.model.kernels.reference import PLAIN
 from gregale.model.kernels.tpu.kernels import tpu_kernels
+from gregale.model.llama import LlamaConfig
 from gregale.model.scaling import LinearScaling, Llama3Scaling
 from tests.model import oracle
 

@@ -33,7 +33,7 @@ OF_NO_METHOD = {"name", "runs", "log_every", "max_skipped", "checkpoint", "expor
 def traced_programs() -> Iterator[dict[tuple[str, str], Any]]:
     """Runs with the same programs share them: to trace them takes most of the time of a short run."""
     made: dict[tuple[str, str], Any] = {}
-    stepper, initial_state, place, begin = Setup.stepper, Setup.initial_state, setup_module._placed, Evaluator.__init__
+    stepper, initial_state, place, begin = Setup.stepper, Setup.initial_state, setup_module.placed, Evaluator.__init__
 
     def of_a_step(setup: Setup, method: Method) -> str:
         settings = [getattr(setup.config, name) for name in OF_A_STEP]
@@ -68,7 +68,7 @@ def traced_programs() -> Iterator[dict[tuple[str, str], Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Setup, "stepper", shared_stepper)
         patch.setattr(Setup, "initial_state", shared_state)
-        patch.setattr(setup_module, "_placed", shared_setup)
+        patch.setattr(setup_module, "placed", shared_setup)
         patch.setattr(Evaluator, "__init__", shared_sums)
         yield made
 

@@ -26,7 +26,8 @@ from gregale.model.adapter_config import LoraConfig
 from gregale.model.llama import Llama
 from gregale.model.losses import losses_of
 from gregale.programs.runtime.adapters import base_name, family_of
-from gregale.programs.runtime.setup import Setup, set_up
+from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.setup import Setup
 from gregale.programs.runtime.trained_model import Base, open_trained, weights_of
 from gregale.programs.train.resume import started_state
 from gregale.runs.config import TrainConfig

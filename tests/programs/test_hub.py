@@ -24,7 +24,7 @@ from gregale.huggingface.hub import shape_and_tokenizer
 from gregale.huggingface.safetensors import read_header
 from gregale.huggingface.tensor_names import parameters_of
 from gregale.model.base import HuggingFaceConfig
-from gregale.model.config import LlamaConfig
+from gregale.model.llama import LlamaConfig
 from gregale.model.scaling import Llama3Scaling, YarnScaling
 from gregale.programs.command import Command
 from gregale.programs.exporting import Exported, rounded, write_beside

@@ -24,7 +24,7 @@ from gregale.programs.plan.devices import topology_target
 from gregale.programs.plan.remedies import _mesh
 from gregale.programs.plan.shapes import estimate
 from gregale.programs.plan.step import MEMORY, Plan, plan_step
-from gregale.programs.runtime.setup import set_up
+from gregale.programs.runtime.expert_parallelism import set_up
 from gregale.runs.config import TrainConfig
 from gregale.runs.history import flat
 from gregale.runs.parsing import load, read_yaml

@@ -17,8 +17,7 @@ from gregale.programs.plan.candidates import Candidate, ScoredCandidate, candida
 from gregale.programs.plan.devices import simulated_target
 from gregale.programs.plan.search import ENOUGH, SearchOptions, _Compiler, all_candidates, search
 from gregale.programs.plan.search_text import print_search
-from gregale.programs.plan.step import MEMORY, plan_step, setup_for
-from gregale.programs.plan.step_seconds import scheduled_seconds
+from gregale.programs.plan.step import MEMORY, plan_step, scheduled_seconds, setup_for
 from gregale.programs.plan.text import print_remedies
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load

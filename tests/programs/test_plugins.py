@@ -17,8 +17,7 @@ from gregale.cli import main
 from gregale.errors import UserError
 from gregale.huggingface.exportable import exported_family
 from gregale.model.base import ModelConfig
-from gregale.model.config import LlamaConfig
-from gregale.model.llama import Block, Llama
+from gregale.model.llama import Block, Llama, LlamaConfig
 from tests.docs.pages import ROOT, blocks
 from tests.plugins import EXAMPLES, plugins_from
 from tests.programs.tiny import CONFIG, assert_same_state, lines, write_inputs

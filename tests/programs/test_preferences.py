@@ -23,7 +23,8 @@ from gregale.errors import UserError
 from gregale.huggingface.peft import adapter_slots
 from gregale.huggingface.tensor_names import parameters_of, path_of, slots_of
 from gregale.programs.runtime.adapters import family_of
-from gregale.programs.runtime.setup import Setup, set_up
+from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.setup import Setup
 from gregale.programs.runtime.trained_model import Base
 from gregale.programs.train.resume import started_state
 from gregale.runs.config import TrainConfig

@@ -9,7 +9,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import jax
 import pytest
 
-import gregale
 from gregale.distributed import settings_check
 from gregale.distributed.agreement import difference, to_text
 from gregale.distributed.config import DistributedConfig
@@ -124,7 +123,7 @@ def test_two_checkouts_of_one_version_are_told_apart(tmp_path, monkeypatch):
     digests = set()
     for text in ("a = 1", "a = 2"):
         (tmp_path / "module.py").write_text(text)
-        monkeypatch.setattr(gregale, "__file__", str(tmp_path / "__init__.py"))
+        monkeypatch.setattr(settings_check, "__file__", str(tmp_path / "distributed" / "settings_check.py"))
         settings_check.source_digest.cache_clear()
         digests.add(source_digest())
     settings_check.source_digest.cache_clear()

@@ -9,7 +9,7 @@ import pytest
 from gregale.checkpoint.manifest import MANIFEST, METADATA
 from gregale.checkpoint.retention import folder_name
 from gregale.errors import UserError
-from gregale.model.config import LlamaConfig
+from gregale.model.llama import LlamaConfig
 from gregale.runs.config import TrainConfig
 from gregale.runs.config_diff import changes
 from gregale.runs.run_directory import RunDirectory

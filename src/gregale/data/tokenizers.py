@@ -11,11 +11,11 @@ import draccus
 import numpy as np
 
 from gregale.data import vocabulary_bytes
-from gregale.data.chat.pieces import LibraryPieces, encode_apart
+from gregale.data.chat.pieces import LibraryPieces
 from gregale.data.chat.template import ChatTemplate
 from gregale.data.sources.base import expand
 from gregale.data.sources.files import read_bytes
-from gregale.data.text_bytes import Offsets, bytes_of_tokens, is_exact
+from gregale.data.text_bytes import Offsets, bytes_before, bytes_of_tokens, is_exact
 from gregale.errors import UserError
 from gregale.settings import Fixed, Settings, setting, whole
 from gregale.storage import StoragePath, write_bytes
@@ -341,3 +341,21 @@ def fewest_tokens(config: TokenizerConfig) -> int:
 def vocabulary_size(config: TokenizerConfig) -> int:
     """Return a configured tokenizer's number of ids, without text; a BPE has fewer if its texts have too few pairs."""
     return config.vocabulary if isinstance(config, BpeConfig) else config.build().vocabulary_size
+
+
+def encode_apart(pieces: Sequence[str], tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return what `Tokenizer.encode_pieces` does, from each piece of text encoded by itself."""
+    found, at = [], 0
+    for number, text in enumerate(pieces):
+        if number % 2:
+            ids, more = np.array([tokenizer.control_tokens[text]]), np.zeros(1, np.int64)
+            offsets = np.array([[0, len(text)]])
+        else:
+            ids, more = tokenizer.encode_counted([text])[0] if text else (np.zeros(0, int), np.zeros(0, np.int64))
+            ends, before = (tokenizer.token_bytes[ids] + more).cumsum(), bytes_before(text)
+            starts = np.searchsorted(before, np.append(0, ends)[:-1], side="right") - 1
+            offsets = np.stack([starts, np.searchsorted(before, ends)], axis=1)
+        found.append((ids.astype(np.int32), more, offsets + at))
+        at += len(text)
+    ids, more, offsets = (np.concatenate(each) for each in zip(*found, strict=True))
+    return ids, more, offsets

@@ -14,11 +14,11 @@ from pathlib import Path
 import jax
 import jaxlib.version
 
-import gregale
 from gregale.distributed.agreement import Terms, difference, format_term, from_text, to_text
 from gregale.distributed.config import DistributedConfig
 from gregale.distributed.liveness import EXIT_CODE, Peer, log_line, process_label
 from gregale.errors import UserError
+from gregale.version import __version__
 
 RULE = "All processes of a run need the same configuration, environment, text, and versions of Gregale and JAX."
 OTHER_VERSION = "runs another version of Gregale, which does not send its settings"
@@ -48,7 +48,7 @@ def environment_terms() -> Terms:
 def version_terms() -> Terms:
     """Return the versions that all processes of a run must have in common."""
     return {
-        "the version of Gregale": gregale.__version__,
+        "the version of Gregale": __version__,
         "the digest of Gregale's source": source_digest(),
         "the version of JAX": jax.__version__,
         "the version of jaxlib": jaxlib.version.__version__,
@@ -58,7 +58,7 @@ def version_terms() -> Terms:
 @cache
 def source_digest() -> str:
     """Return a digest of the source of this package; two checkouts of one version may differ in it."""
-    folder, found = Path(gregale.__file__).parent, hashlib.sha256()
+    folder, found = Path(__file__).parent.parent, hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         found.update(f"{path.relative_to(folder)} {path.stat().st_size}\n".encode())
         found.update(path.read_bytes())

@@ -16,7 +16,7 @@ from gregale.huggingface.families import LAYER, Family
 from gregale.huggingface.mxfp4 import unpacked
 from gregale.huggingface.safetensors import Tensor, read_header
 from gregale.huggingface.tensor_names import Slot, check_names
-from gregale.model.config import LlamaConfig
+from gregale.model.llama import LlamaConfig
 from gregale.storage import ObjectPath, StoragePath, write_bytes
 
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import equinox as eqx
 import haliax as hax
@@ -15,6 +15,7 @@ from haliax.nn import Linear
 from gregale.axes.layout import BATCH, POSITION
 from gregale.axes.position_order import position_order
 from gregale.model.cache import Cache, DecodeStep
+from gregale.model.config import DecoderConfig, LayerKind
 from gregale.model.execution import Execution
 from gregale.model.kernels.kernels import Kernels
 from gregale.model.kernels.reference import PLAIN
@@ -22,9 +23,6 @@ from gregale.model.layer_kinds import Kind
 from gregale.model.norm import RmsNorm
 from gregale.model.remat import named
 from gregale.model.scaling import RotaryScaling
-
-if TYPE_CHECKING:
-    from gregale.model.config import LayerKind, LlamaConfig
 
 QUERIES = 256  # whose largest logits are computed at a time, because kernels never hold them in memory
 ORDER = (BATCH, POSITION, ..., "head_size")  # of attention's input arrays
@@ -40,10 +38,10 @@ class Attention(eqx.Module):
     query_norm: RmsNorm | None  # [HeadSize] or [Heads, HeadSize]
     key_norm: RmsNorm | None  # [HeadSize] or [KvHeads, HeadSize]
     sinks: NamedArray | None  # [Heads]
-    config: "LlamaConfig" = eqx.field(static=True)
+    config: DecoderConfig = eqx.field(static=True)
 
     @staticmethod
-    def init(config: "LlamaConfig", key) -> "Attention":
+    def init(config: DecoderConfig, key) -> "Attention":
         keys = jax.random.split(key, 4)
         c = config
 
@@ -102,7 +100,7 @@ class Attention(eqx.Module):
 
         order = position_order(q.resolve_axis(POSITION).size, execution.layout.context)
 
-        def largest(of: "LayerKind", q, k, ids) -> jax.Array:
+        def largest(of: LayerKind, q, k, ids) -> jax.Array:
             return largest_logits(q, k, ids, of.window, order)
 
         return NamedArray(by_kind(self.config, kind, largest, q.array, k.array, ids), (BATCH, self.config.KvHeads.name))
@@ -131,7 +129,7 @@ class Attention(eqx.Module):
         if sinks is not None:  # of each query, so that the sum of its gradient over tokens is that of a bias
             sinks = jnp.broadcast_to(sinks.array.astype(jnp.float32)[:, None], (*q.array.shape[:3], 1))
 
-        def attend(of: "LayerKind", q, k, v, ids, sinks) -> jax.Array:
+        def attend(of: LayerKind, q, k, v, ids, sinks) -> jax.Array:
             return execution.attend(q, k, v, ids, of.window, self.config.score_softcap, sinks)
 
         attended = by_kind(self.config, kind, attend, q.array, k.array, v.array, ids, sinks)
@@ -158,7 +156,7 @@ def frequencies(half_size: int, base: float, scaling: RotaryScaling | None) -> n
 
 
 def rotate(
-    x: NamedArray, positions: NamedArray, config: "LlamaConfig", kernels: Kernels = PLAIN, kind: Kind = 0
+    x: NamedArray, positions: NamedArray, config: DecoderConfig, kernels: Kernels = PLAIN, kind: Kind = 0
 ) -> NamedArray:
     """Turn channel pairs (i, i + half) of `x` by position * frequency_i; computed in float32.
 
@@ -207,7 +205,7 @@ def largest_logits(
     return jax.lax.scan(of_block, none, starts)[0]
 
 
-def by_kind(config: "LlamaConfig", kind: Kind, function: Callable[..., Any], *arguments) -> Any:
+def by_kind(config: DecoderConfig, kind: Kind, function: Callable[..., Any], *arguments) -> Any:
     """Return `function(the layer's kind, *arguments)`, which must have the same shapes for all kinds.
 
     If the kind is an array, under the `vmap` over a pipeline's stages, all kinds are computed and one is selected.

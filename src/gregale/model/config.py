@@ -1,22 +1,18 @@
 """The configuration of models of the Llama family."""
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
-import jax
 from haliax import Axis
 
 from gregale.errors import KeyedError
-from gregale.model.base import SHAPE, DecoderSizes, ModelConfig
+from gregale.model.base import SHAPE, DecoderSizes
 from gregale.model.experts_config import ExpertsConfig
 from gregale.model.losses import Logits
-from gregale.model.parametrisation import BASE, Parametrisation, Scaling, scaled
+from gregale.model.parametrisation import BASE, Parametrisation, Scaling
 from gregale.model.scaling import MEANING, RotaryScaling
 from gregale.model.sizes import Sizes
-from gregale.settings import Range, above, at_least, restated, setting, whole
-
-if TYPE_CHECKING:
-    from gregale.model.llama import Llama
+from gregale.settings import Range, at_least, setting, whole
 
 NORMS = ("before", "after", "around")
 ACTIVATIONS = ("silu", "gelu")
@@ -36,10 +32,9 @@ class LayerKind(NamedTuple):
         return 1.0 if self.rotary_scaling is None else self.rotary_scaling.score_factor
 
 
-@ModelConfig.register_subclass("llama")
 @dataclass(frozen=True)
-class LlamaConfig(Sizes):
-    """The Llama family: Llama 2 and 3, Mistral, Qwen 2 and 3 (dense) and OLMo 2 are settings of these fields."""
+class DecoderConfig(Sizes):
+    """The settings of the Llama family's layers; `gregale.model.llama` has the types that make models of them."""
 
     splits_positions: ClassVar[bool] = True
 
@@ -123,11 +118,6 @@ class LlamaConfig(Sizes):
             if used and self.sliding_window is None:
                 raise KeyedError(name, f"is {used}", ", but there is no sliding_window that layers could have or lack.")
 
-    def init(self, Vocab: Axis, key: jax.Array) -> "Llama":
-        from gregale.model.llama import Llama  # late, because the model reads its configuration
-
-        return scaled(Llama.init(self, Vocab, key), self.scalings, self.norm_offset)
-
     @property
     def scalings(self) -> tuple[Scaling, ...]:
         return () if self.parametrisation is None else self.parametrisation.scalings(self)
@@ -176,7 +166,7 @@ class LlamaConfig(Sizes):
             else (0,) * self.layers
         )
 
-    def structure(self, number: int) -> "LlamaConfig":
+    def structure(self, number: int) -> "DecoderConfig":
         """Return the sizes of the layers of a structure, as a configuration; a subclass may have several."""
         if not self.dense_layers:
             return self
@@ -206,69 +196,3 @@ class LlamaConfig(Sizes):
         if not self.qk_norm:
             return None
         return (Heads, self.HeadSize) if self.qk_norm_over == "heads" else (self.HeadSize,)
-
-
-@ModelConfig.register_subclass("gemma")
-@dataclass(frozen=True)
-class GemmaConfig(LlamaConfig):
-    """The Llama family with the additions of Gemma 2 and 3; their norms are `around`."""
-
-    activation: str = setting(
-        "silu",
-        "of the gate: SwiGLU, or GeGLU by tanh (Gemma)",
-        choices=ACTIVATIONS,
-        aliases=("hidden_act", "hidden_activation", "activation_function"),
-        fixed=MEANING,
-    )
-    norm_offset: float = setting(0.0, "added to the weights of RMSNorm (Gemma: 1)", range=at_least(0), fixed=MEANING)
-    score_width: float | None = setting(
-        None,
-        "scores are divided by its root; null: head_size",
-        range=above(0),
-        aliases=("query_pre_attn_scalar",),
-        fixed=MEANING,
-    )
-    score_softcap: float | None = setting(
-        None,
-        "bounds scores by tanh (Gemma 2); null: nothing",
-        range=above(0),
-        aliases=("attn_logit_softcapping", "attention_softcap"),
-        fixed=MEANING,
-    )
-    logit_softcap: float | None = setting(
-        None,
-        "bounds logits by tanh (Gemma 2); null: nothing",
-        range=above(0),
-        aliases=("final_logit_softcapping",),
-        fixed=MEANING,
-    )
-    scaled_embedding: bool = setting(False, "embeddings times sqrt(hidden) (Gemma)", fixed=MEANING)
-    window_rotary_base: float | None = setting(
-        None,
-        "of layers with a window, unscaled (Gemma 3)",
-        range=at_least(1),
-        aliases=("rope_local_base_freq",),
-        fixed=MEANING,
-    )
-
-
-@ModelConfig.register_subclass("gpt_oss")
-@dataclass(frozen=True)
-class GptOssConfig(LlamaConfig):
-    """The Llama family with the additions of gpt-oss: attention sinks, biases, and experts with clipped gates."""
-
-    sinks: ClassVar[bool] = True
-    biased: ClassVar[bool] = True
-    activation: ClassVar[str] = "clipped"
-
-    experts: ExpertsConfig | None = field(
-        default_factory=ExpertsConfig, metadata={"help": "experts in place of MLPs", "fixed": SHAPE, "by_topic": True}
-    )
-    attention_bias: bool = restated(LlamaConfig, "attention_bias", True)
-
-    def __post_init__(self):
-        super().__post_init__()
-        mlps = {"dense_layers": self.dense_layers, "experts.shared": self.experts.shared if self.experts else 0}
-        for name, found in ({"experts": "null"} if self.experts is None else mlps).items():
-            if found:
-                raise KeyedError(name, f"is {found}", ", and a layer of type gpt_oss has experts and no other MLP.")

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import haliax as hax
@@ -28,6 +28,7 @@ from gregale.axes.layout import EMBED, EXPERTS, ROUTER, SHARED_GATE, Layout, unm
 from gregale.axes.parameters import Buffer
 from gregale.model.adapter_config import MLP_TARGETS
 from gregale.model.adapters import ExpertMatrices
+from gregale.model.config import DecoderConfig
 from gregale.model.exchange import Exchange, inverse
 from gregale.model.execution import Execution
 from gregale.model.kernels.grouped_int8 import Integers, integers_of
@@ -36,9 +37,6 @@ from gregale.model.kernels.quantised import EightBits
 from gregale.model.kernels.reference import GATED
 from gregale.model.mlp import Mlp
 from gregale.model.routing import TOKENS, Choice, choose, router_logits, routing_sums
-
-if TYPE_CHECKING:
-    from gregale.model.config import LlamaConfig
 
 MLP = "mlp"
 SharedGate = Axis(SHARED_GATE, 1)
@@ -61,10 +59,10 @@ class Experts(ExpertMatrices):
     shared_gate: NamedArray | None  # [Embed, SharedGate]
     bias: Buffer | None  # [Router], float32: added to the scores for the choice
     load: Buffer  # [Router], float32: tokens of each expert in the last step, over their mean
-    config: "LlamaConfig" = eqx.field(static=True)
+    config: DecoderConfig = eqx.field(static=True)
 
     @staticmethod
-    def init(config: "LlamaConfig", key) -> "Experts":
+    def init(config: DecoderConfig, key) -> "Experts":
         c, keys = config, jax.random.split(key, 6)
         assert c.experts is not None
         E, Router, Width = c.experts.Experts, c.experts.Router, c.experts.Mlp

@@ -1,18 +1,14 @@
 """The gated MLP of a layer."""
 
-from typing import TYPE_CHECKING
-
 import equinox as eqx
 import jax
 from haliax import Axis, NamedArray
 from haliax.nn import Linear
 
 from gregale.model.attention import linear
+from gregale.model.config import DecoderConfig
 from gregale.model.execution import Execution
 from gregale.model.remat import named
-
-if TYPE_CHECKING:
-    from gregale.model.config import LlamaConfig
 
 
 class Mlp(eqx.Module):
@@ -24,7 +20,7 @@ class Mlp(eqx.Module):
     activation: str = eqx.field(static=True)
 
     @staticmethod
-    def init(config: "LlamaConfig", key, Width: Axis) -> "Mlp":
+    def init(config: DecoderConfig, key, Width: Axis) -> "Mlp":
         keys = jax.random.split(key, 3)
         c = config
         return Mlp(

@@ -1,16 +1,12 @@
 """RMSNorm over named axes."""
 
-from typing import TYPE_CHECKING
-
 import equinox as eqx
 import haliax as hax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
+from gregale.model.config import DecoderConfig
 from gregale.model.execution import Execution
-
-if TYPE_CHECKING:
-    from gregale.model.config import LlamaConfig
 
 CHANNEL = "channel"  # of several axes, one after the other
 
@@ -23,7 +19,7 @@ class RmsNorm(eqx.Module):
     offset: float = eqx.field(static=True, default=0.0)
 
     @staticmethod
-    def init(Over: Axis | tuple[Axis, ...], config: "LlamaConfig") -> "RmsNorm":
+    def init(Over: Axis | tuple[Axis, ...], config: DecoderConfig) -> "RmsNorm":
         """Return a norm with multiplier 1."""
         return RmsNorm(hax.full(Over, 1 - config.norm_offset, jnp.float32), config.norm_epsilon, config.norm_offset)
 

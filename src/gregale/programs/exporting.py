@@ -12,7 +12,6 @@ import ml_dtypes
 import numpy as np
 import yaml
 
-import gregale
 from gregale.axes.layout import Layout
 from gregale.axes.mesh import MeshConfig
 from gregale.axes.parameters import parameter_count
@@ -54,7 +53,7 @@ from gregale.huggingface.writing import (
     slots_by_name,
     write_index,
 )
-from gregale.model.config import LlamaConfig
+from gregale.model.llama import LlamaConfig
 from gregale.programs.command import Command
 from gregale.programs.runtime.adapters import base_name, write_adapter_settings
 from gregale.programs.runtime.setup import Setup
@@ -65,6 +64,7 @@ from gregale.runs.process_agreement import process_terms
 from gregale.runs.run_directory import RunDirectory
 from gregale.settings import Settings, above, setting, shown, whole
 from gregale.streams import say
+from gregale.version import __version__
 
 T = TypeVar("T")
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
@@ -322,7 +322,7 @@ def model_card(exported: Exported, metrics: Figures) -> str:
     facts = {
         "architecture": f"{exported.family.architecture}, {parameter_count(exported.setup.base):,} parameters in "
         f"{exported.dtype}",
-        "trained by": f"Gregale {gregale.__version__}",
+        "trained by": f"Gregale {__version__}",
     }
     if config.start_from:
         facts["started from"] = config.start_from

@@ -16,8 +16,9 @@ from gregale.errors import KeyedError, UserError, below
 from gregale.methods.config import PsdpConfig, SyncConfig
 from gregale.methods.spikes import SpikesConfig
 from gregale.model.adapter_config import AdapterConfig
+from gregale.model.base import SHAPE
 from gregale.model.compute_config import ComputeConfig
-from gregale.model.config import SHAPE, LlamaConfig, ModelConfig
+from gregale.model.llama import LlamaConfig, ModelConfig
 from gregale.objectives import NextTokenConfig, ObjectiveConfig
 from gregale.optim.config import AdamWConfig, Optimizer, OptimizerConfig
 from gregale.runs.islands import IslandsConfig

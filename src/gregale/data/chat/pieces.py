@@ -6,14 +6,8 @@ The text is in pieces: the second, fourth and so on are names of special tokens.
 import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
-
-from gregale.data.text_bytes import bytes_before
-
-if TYPE_CHECKING:
-    from gregale.data.tokenizers import Tokenizer
 
 ALIAS = "\ufdd0"  # no text that a template rendered has this character; one more character makes a token's alias
 FIRST_ALIAS = 0xE000
@@ -77,21 +71,3 @@ class LibraryPieces:
                 rules = {rule: each.get(rule, False) for rule in ("single_word", "lstrip", "rstrip", "normalized")}
                 found.add_tokens([tokenizers.AddedToken(aliases[each["content"]], special=False, **rules)])
         return found, aliases
-
-
-def encode_apart(pieces: Sequence[str], tokenizer: "Tokenizer") -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return what `Tokenizer.encode_pieces` does, from each piece of text encoded by itself."""
-    found, at = [], 0
-    for number, text in enumerate(pieces):
-        if number % 2:
-            ids, more = np.array([tokenizer.control_tokens[text]]), np.zeros(1, np.int64)
-            offsets = np.array([[0, len(text)]])
-        else:
-            ids, more = tokenizer.encode_counted([text])[0] if text else (np.zeros(0, int), np.zeros(0, np.int64))
-            ends, before = (tokenizer.token_bytes[ids] + more).cumsum(), bytes_before(text)
-            starts = np.searchsorted(before, np.append(0, ends)[:-1], side="right") - 1
-            offsets = np.stack([starts, np.searchsorted(before, ends)], axis=1)
-        found.append((ids.astype(np.int32), more, offsets + at))
-        at += len(text)
-    ids, more, offsets = (np.concatenate(each) for each in zip(*found, strict=True))
-    return ids, more, offsets

@@ -20,8 +20,9 @@ from gregale.model.execution import execution
 from gregale.programs.plan.devices import Target
 from gregale.programs.plan.shapes import estimate, step_shape, tree_bytes
 from gregale.programs.plan.step_seconds import closed_form_seconds
+from gregale.programs.runtime.expert_parallelism import set_up
 from gregale.programs.runtime.run_layout import check_pipeline
-from gregale.programs.runtime.setup import Setup, set_up
+from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import TrainConfig
 
 MESH_AXES = ("stage", "context", "data", "model")  # inside a replica

@@ -23,7 +23,8 @@ from gregale.programs.plan.candidates import (
 from gregale.programs.plan.shapes import estimate, has_closed_forms, step_shape, tree_bytes
 from gregale.programs.plan.step import Plan
 from gregale.programs.plan.step_seconds import closed_form_seconds
-from gregale.programs.runtime.setup import Setup, set_up
+from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import TrainConfig
 
 SHOWN = 3

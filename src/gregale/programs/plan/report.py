@@ -30,9 +30,9 @@ from gregale.programs.plan.shapes import (
     tree_bytes,
 )
 from gregale.programs.plan.step import MEMORY, STEP, Plan, Program
+from gregale.programs.runtime.expert_parallelism import choice_of, in_places
 from gregale.programs.runtime.parameter_groups import parameter_groups
-from gregale.programs.runtime.placement import choice_of
-from gregale.programs.runtime.setup import Setup, in_places
+from gregale.programs.runtime.setup import Setup
 
 
 def report_of(

@@ -17,9 +17,10 @@ from gregale.huggingface.hub import REPOSITORY
 from gregale.huggingface.peft import adapter_settings, adapter_slots, read_adapters
 from gregale.huggingface.tensor_names import Slot, parameters_of, path_of, slots_of
 from gregale.model.adapter_config import LoraConfig
-from gregale.model.config import LlamaConfig
+from gregale.model.llama import LlamaConfig
 from gregale.programs.runtime.checkpointed import recorded
-from gregale.programs.runtime.setup import Setup, set_up
+from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.setup import Setup
 from gregale.programs.runtime.trained_model import Base, as_here, find_run, opened
 from gregale.runs.config_diff import changes
 from gregale.runs.run_directory import RunDirectory

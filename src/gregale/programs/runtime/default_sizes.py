@@ -11,9 +11,9 @@ from typing import Any
 
 from gregale.axes.mesh import Device, make_mesh
 from gregale.errors import UserError, below
-from gregale.model.config import LlamaConfig, ModelConfig
+from gregale.model.llama import LlamaConfig, ModelConfig
+from gregale.programs.runtime.expert_parallelism import set_up
 from gregale.programs.runtime.run_layout import rows_multiple
-from gregale.programs.runtime.setup import set_up
 from gregale.programs.runtime.trained_model import find_origin
 from gregale.runs.config import BatchConfig, TrainConfig
 from gregale.runs.config_diff import changes

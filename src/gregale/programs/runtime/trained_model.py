@@ -34,7 +34,8 @@ from gregale.inference.generate import multiple_of
 from gregale.model.adapters import factor_paths, merged_weight
 from gregale.objectives import NextTokenConfig
 from gregale.programs.runtime.checkpointed import evaluated_model, evaluation_template, recorded
-from gregale.programs.runtime.setup import Setup, set_up
+from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.setup import Setup
 from gregale.runs import run_paths
 from gregale.runs.config import EvaluationConfig, TrainConfig
 from gregale.runs.run_directory import RunDirectory

@@ -24,7 +24,8 @@ from gregale.methods.island import Island
 from gregale.methods.method import Method
 from gregale.programs.plan.shapes import abstract_batch
 from gregale.programs.runtime.evaluation import Evaluator, evaluation_text
-from gregale.programs.runtime.setup import Setup, check_replicas, set_up
+from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.setup import Setup, check_replicas
 from gregale.programs.train.inspection import is_due
 from gregale.runs.config import TrainConfig
 from gregale.runs.process_agreement import agree_on_text

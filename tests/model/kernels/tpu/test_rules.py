@@ -8,8 +8,8 @@ import pytest
 from haliax import Axis
 
 from gregale.model.attention import rotate
-from gregale.model.config import LlamaConfig
 from gregale.model.kernels.tpu.kernels import tpu_kernels
+from gregale.model.llama import LlamaConfig
 from tests.model.kernels.forms import assert_equal
 
 TPU = tpu_kernels()

@@ -4,22 +4,23 @@ With `mapping.compute.experts: auto` closed forms of a step choose it. They depe
 alone, so that all commands choose alike.
 """
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
 
 from jax.sharding import Mesh
 
 from gregale.audit.chips import chip, of_device
 from gregale.audit.device_axes import INSIDE
 from gregale.audit.step import ACCELERATOR
+from gregale.axes.layout import EXPERTS
+from gregale.axes.mapping import EXCHANGED
+from gregale.axes.mesh import make_mesh
 from gregale.distributed.devices import GPU_MEMORY
 from gregale.errors import UserError
 from gregale.programs.plan import shapes
 from gregale.programs.plan.devices import DEFAULT_CHIP, Target
 from gregale.programs.plan.step_seconds import closed_form_seconds
-
-if TYPE_CHECKING:
-    from gregale.programs.runtime.setup import Setup
+from gregale.programs.runtime.setup import Setup, placed
+from gregale.runs.config import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Choice:
         return self.exchanged is not None and cost(self.exchanged) < cost(self.gathered)
 
 
-def choice_of(gathered: "Setup", exchanged: "Setup | UserError") -> Choice:
+def choice_of(gathered: Setup, exchanged: Setup | UserError) -> Choice:
     """Return the choice between two setups; raise `UserError` if the model or the mapping has no closed forms."""
     if not shapes.has_closed_forms(gathered):
         raise UserError(
@@ -59,7 +60,7 @@ def choice_of(gathered: "Setup", exchanged: "Setup | UserError") -> Choice:
         )
     target = target_of(gathered.layout.mesh)
 
-    def figures(setup: "Setup") -> Figures:
+    def figures(setup: Setup) -> Figures:
         trees = shapes.tree_bytes(setup)
         peak = shapes.estimate(setup, target.backend, trees).peak
         sent = shapes.sent_by_link(shapes.step_transfers(setup, ACCELERATOR), shapes.step_shape(setup))
@@ -75,3 +76,33 @@ def target_of(mesh: Mesh) -> Target:
     found, platform = of_device(devices[0].device_kind) or chip(DEFAULT_CHIP), devices[0].platform
     share = GPU_MEMORY if platform == "gpu" else 1.0
     return Target(devices, found, found.devices, simulated=platform == "cpu", share=share)
+
+
+def set_up(config: TrainConfig, tokens: int, mesh: Mesh | None = None) -> Setup:
+    """Return the setup of a configuration, without allocation or compilation.
+
+    - `tokens`: the tokenizer's vocabulary size
+    - `mesh`: default: the configured mesh on all devices
+
+    Raises `UserError` for values that contradict one another.
+    """
+    mesh = make_mesh(config.mesh) if mesh is None else mesh
+    if not config.mapping.leaves_experts_open:
+        return placed(config, tokens, mesh)
+    gathered, exchanged = in_places(config, tokens, mesh)
+    exchanges = choice_of(gathered, exchanged).exchanges
+    return exchanged if exchanges and isinstance(exchanged, Setup) else gathered
+
+
+def in_places(config: TrainConfig, tokens: int, mesh: Mesh) -> tuple[Setup, Setup | UserError]:
+    """Return the setups of a configuration with its experts gathered and exchanged; for the second perhaps an error."""
+
+    def one(place: str | None) -> Setup:
+        mapping = replace(config.mapping, compute={**config.mapping.compute, EXPERTS: place})
+        return replace(placed(replace(config, mapping=mapping), tokens, mesh), config=config)
+
+    gathered = one(None)
+    try:
+        return gathered, one(EXCHANGED)
+    except UserError as error:
+        return gathered, error
