@@ -34,8 +34,7 @@ import jax
 import numpy as np
 from step import cpu_seconds, plain
 
-from gregale.axes.layout import BATCH
-from gregale.axes.mesh import make_mesh
+from gregale.axes.layout import BATCH, make_mesh
 from gregale.axes.parameters import parameter_count
 from gregale.data.examples import Examples, make_example
 from gregale.distributed.malloc_tuning import keep_memory

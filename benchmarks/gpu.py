@@ -30,7 +30,7 @@ import numpy as np
 
 from gregale.audit.chips import CHIPS
 from gregale.audit.roofline import model_flops_per_token
-from gregale.axes.mesh import MeshConfig, make_mesh
+from gregale.axes.layout import MeshConfig, make_mesh
 from gregale.distributed.devices import start_devices
 from gregale.model.compute_config import ComputeConfig
 from gregale.model.llama import LlamaConfig

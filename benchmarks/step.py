@@ -40,11 +40,9 @@ import optax
 from haliax import Axis
 from yardstick import Yardstick
 
-from gregale.audit.call_graph import walk
-from gregale.audit.hlo import parse
-from gregale.axes.layout import Layout
+from gregale.audit.hlo import parse, walk
+from gregale.axes.layout import Layout, MeshConfig, make_mesh
 from gregale.axes.mapping import standard_layout
-from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.communication.accumulate import accumulate
 from gregale.communication.reduce import ExactReducer
 from gregale.distributed.devices import THREADS_A_DEVICE, with_flags

@@ -13,8 +13,8 @@ import haliax as hax
 import jax
 import numpy as np
 
-from gregale.axes.mesh import MeshConfig, make_mesh
-from gregale.axes.position_order import position_order
+from gregale.axes.layout import MeshConfig, make_mesh
+from gregale.axes.parameters import position_order
 from gregale.distributed.config import DistributedConfig
 from gregale.distributed.devices import start_devices
 from gregale.model.compute_config import ComputeConfig

@@ -6,8 +6,8 @@ from math import prod
 import jax
 
 from gregale.audit import Audit, audit
-from gregale.audit.step import StepShape
-from gregale.axes.mesh import MeshConfig, make_mesh
+from gregale.audit.estimate import StepShape
+from gregale.axes.layout import MeshConfig, make_mesh
 from gregale.model.compute_config import ComputeConfig
 from gregale.model.llama import LlamaConfig
 from gregale.programs.plan.shapes import abstract_batch, step_shape

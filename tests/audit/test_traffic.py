@@ -10,11 +10,10 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gregale.audit.step import ACCELERATOR, CPU
-from gregale.audit.traffic import bytes_by_axes, expected_transfers
-from gregale.audit.transfer import Transfer, sent_bytes
+from gregale.audit.estimate import ACCELERATOR, CPU
+from gregale.audit.traffic import Transfer, bytes_by_axes, expected_transfers, sent_bytes
+from gregale.axes.layout import MeshConfig
 from gregale.axes.mapping import MappingConfig
-from gregale.axes.mesh import MeshConfig
 from gregale.methods.config import DilocoConfig
 from gregale.model.adapter_config import LoraConfig
 from gregale.model.experts_config import BalanceConfig, ExpertsConfig

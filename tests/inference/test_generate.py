@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gregale.audit.call_graph import walk
-from gregale.audit.hlo import parse
+from gregale.audit.hlo import parse, walk
 from gregale.axes.layout import BATCH
 from gregale.inference import generate
 from gregale.inference.generate import BLOCK, Generator, Last, Prompt, width_of

@@ -15,8 +15,7 @@ from haliax import Axis
 from haliax.nn import Linear
 
 from gregale.audit import audit
-from gregale.axes.layout import LORA_RANK, is_named
-from gregale.axes.mesh import make_mesh
+from gregale.axes.layout import LORA_RANK, is_named, make_mesh
 from gregale.errors import UserError
 from gregale.huggingface.peft import adapter_slots
 from gregale.huggingface.tensor_names import parameters_of

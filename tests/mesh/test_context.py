@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from gregale.audit import Audit, audit
-from gregale.audit.step import CPU
+from gregale.audit.estimate import CPU
 from gregale.audit.traffic import expected_transfers
-from gregale.axes.layout import REPLICA
-from gregale.axes.mesh import MeshConfig, make_mesh
+from gregale.axes.layout import REPLICA, MeshConfig, make_mesh
 from gregale.codecs.config import FeedbackConfig, ReduceConfig
 from gregale.methods.config import DilocoConfig, StreamingDilocoConfig
 from gregale.model.compute_config import ComputeConfig

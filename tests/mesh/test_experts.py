@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 from haliax import NamedArray
 
-from gregale.axes.layout import REPLICA
+from gregale.axes.layout import REPLICA, MeshConfig, make_mesh
 from gregale.axes.mapping import MappingConfig, mapped_layout
-from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.communication.pipeline.config import PipelineConfig
 from gregale.errors import UserError
 from gregale.methods.config import DilocoConfig, StreamingDilocoConfig

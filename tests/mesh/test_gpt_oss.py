@@ -6,8 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from gregale.axes.layout import REPLICA
-from gregale.axes.mesh import MeshConfig
+from gregale.axes.layout import REPLICA, MeshConfig
 from gregale.communication.pipeline.config import PipelineConfig
 from gregale.errors import UserError
 from gregale.inference.generate import BLOCK, Generator

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from gregale.axes.layer_stacks import in_layer_order
-from gregale.axes.layout import is_named, named_arrays
-from gregale.axes.mesh import MeshConfig, make_mesh
+from gregale.axes.layout import MeshConfig, is_named, make_mesh, named_arrays
+from gregale.axes.parameters import in_layer_order
 from gregale.communication.layer_groups import LayerGroups, cut_layers, joined_layers
 from gregale.communication.pipeline.config import PipelineConfig
 from gregale.errors import UserError

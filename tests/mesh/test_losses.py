@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from gregale.axes.mesh import MeshConfig, make_mesh
+from gregale.axes.layout import MeshConfig, make_mesh
 from gregale.axes.parameters import Buffer
 from gregale.errors import UserError
 from gregale.methods.config import DilocoConfig, StreamingDilocoConfig

@@ -14,9 +14,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from gregale.audit import Audit, audit
-from gregale.axes.layout import REPLICA
+from gregale.axes.layout import REPLICA, MeshConfig, make_mesh
 from gregale.axes.mapping import MappingConfig
-from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.errors import UserError
 from gregale.methods.method import PsdpState
 from gregale.model.base import ModelConfig

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gregale.audit import Audit, audit
-from gregale.axes.mesh import AXES, MeshConfig, make_mesh
+from gregale.axes.layout import AXES, MeshConfig, make_mesh
 from gregale.communication.pipeline.config import PipelineConfig
 from gregale.model.compute_config import ComputeConfig
 from gregale.model.experts_config import BalanceConfig, ExpertsConfig

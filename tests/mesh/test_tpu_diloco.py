@@ -8,8 +8,8 @@ from jax.experimental import topologies
 from gregale.audit import audit
 from gregale.audit.hlo import parse
 from gregale.audit.overlap import ends
+from gregale.axes.layout import MeshConfig, make_mesh
 from gregale.axes.mapping import standard_layout
-from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.methods.diloco import Diloco
 from gregale.methods.fragments import Fragment
 from gregale.methods.psdp import Psdp

@@ -10,11 +10,11 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gregale.audit import Audit
-from gregale.audit.device_axes import BETWEEN, INSIDE
+from gregale.audit.collectives import BETWEEN, INSIDE
+from gregale.audit.estimate import compiler_memory
 from gregale.audit.hlo import parse
-from gregale.audit.memory import compiler_memory
 from gregale.audit.overlap import CALIBRATION
-from gregale.axes.mesh import MeshConfig
+from gregale.axes.layout import MeshConfig
 from gregale.errors import UserError
 from gregale.model.compute_config import ComputeConfig
 from gregale.model.llama import LlamaConfig

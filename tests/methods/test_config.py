@@ -9,8 +9,8 @@ import numpy as np
 import optax
 import pytest
 
+from gregale.axes.layout import MeshConfig, make_mesh
 from gregale.axes.mapping import standard_layout
-from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.axes.parameters import trainable
 from gregale.codecs.config import ReduceConfig
 from gregale.communication.shards import host_device

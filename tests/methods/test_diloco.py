@@ -12,8 +12,8 @@ import optax
 import pytest
 from haliax import Axis, NamedArray
 
+from gregale.axes.layout import MeshConfig, make_mesh
 from gregale.axes.mapping import standard_layout
-from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.codecs.config import ReduceConfig
 from gregale.communication.quantised import QuantisedReducer
 from gregale.methods.diloco import Diloco

@@ -8,8 +8,8 @@ import pytest
 from haliax import Axis
 
 from gregale.audit import audit
+from gregale.axes.layout import MeshConfig, make_mesh
 from gregale.axes.mapping import standard_layout
-from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.errors import UserError
 from gregale.methods.psdp import Psdp
 from gregale.optim import Optimizer

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from gregale.audit import audit
-from gregale.audit.memory import compiler_memory
+from gregale.audit.estimate import compiler_memory
 from gregale.codecs.config import ReduceConfig
 from gregale.methods.island import Island
 from gregale.methods.island_outer import HostOuter

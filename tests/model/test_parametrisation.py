@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from gregale.axes.layer_stacks import names_of_arrays
-from gregale.axes.parameters import trainable
+from gregale.axes.parameters import names_of_arrays, trainable
 from gregale.errors import UserError
 from gregale.model.experts_config import ExpertsConfig
 from gregale.model.llama import GemmaConfig, Llama, LlamaConfig

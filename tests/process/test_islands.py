@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from gregale import storage
-from gregale.axes.mesh import make_mesh
+from gregale.axes.layout import make_mesh
 from gregale.cli import main
 from gregale.data.preparation import prepare
 from gregale.data.staged import staged_examples, with_mixture

@@ -9,7 +9,7 @@ import jax
 import pytest
 import yaml
 
-from gregale.axes.mesh import make_mesh
+from gregale.axes.layout import make_mesh
 from gregale.errors import UserError
 from gregale.model.llama import GemmaConfig, LlamaConfig
 from gregale.model.parametrisation import CompletePConfig

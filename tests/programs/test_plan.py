@@ -5,7 +5,7 @@ from dataclasses import replace
 import jax
 import pytest
 
-from gregale.audit.step import CPU
+from gregale.audit.estimate import CPU
 from gregale.cli import main
 from gregale.communication.pipeline.schedule import Schedule
 from gregale.data.config import DataConfig

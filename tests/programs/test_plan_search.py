@@ -8,8 +8,7 @@ from io import StringIO
 import pytest
 
 from gregale.audit.chips import chip
-from gregale.audit.device_axes import BETWEEN, INSIDE
-from gregale.audit.report import Audit
+from gregale.audit.collectives import BETWEEN, INSIDE, Audit
 from gregale.cli import main
 from gregale.errors import UserError
 from gregale.model.execution import execution

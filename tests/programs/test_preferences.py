@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 import yaml
 
-from gregale.axes.layout import is_named
-from gregale.axes.mesh import make_mesh
+from gregale.axes.layout import is_named, make_mesh
 from gregale.cli import main
 from gregale.communication.accumulate import Accumulated
 from gregale.data.tokenizers import load_tokenizer

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gregale.axes.mesh import MeshConfig
+from gregale.axes.layout import MeshConfig
 from gregale.data.tokenizers import load_tokenizer
 from gregale.inference.generate import Generator
 from gregale.inference.token_sampling import Sampling

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gregale.axes.mesh import MeshConfig
+from gregale.axes.layout import MeshConfig
 from gregale.methods.config import DilocoConfig
 from gregale.methods.spikes import SpikesConfig, SpikeWindow
 from gregale.training.state import counted_step, initial_state

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from haliax import NamedArray
 
-from gregale.axes.layer_stacks import layer_numbers, layer_order, layers_axis
 from gregale.axes.layout import Tree, is_named
+from gregale.axes.parameters import layer_numbers, layer_order, layers_axis
 
 
 class LayerGroups(eqx.Module):

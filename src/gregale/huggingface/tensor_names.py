@@ -9,9 +9,8 @@ import jax
 import numpy as np
 from haliax import Axis, NamedArray
 
-from gregale.axes.layer_stacks import layer_numbers, layer_order, layers_axis
 from gregale.axes.layout import EXPERTS, is_layers, is_named
-from gregale.axes.parameters import buffers_of
+from gregale.axes.parameters import buffers_of, layer_numbers, layer_order, layers_axis
 from gregale.errors import UserError
 from gregale.formatting import listed
 from gregale.huggingface.families import Family

@@ -8,9 +8,8 @@ import draccus
 import jax
 import optax
 
-from gregale.axes.layer_stacks import layer_order, layers_axis
 from gregale.axes.layout import ISLAND, Layout, is_named
-from gregale.axes.parameters import trainable
+from gregale.axes.parameters import layer_order, layers_axis, trainable
 from gregale.codecs.config import ReduceConfig
 from gregale.errors import UserError, below
 from gregale.methods.diloco import Diloco

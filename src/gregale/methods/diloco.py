@@ -11,10 +11,9 @@ import optax
 from haliax import NamedArray
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gregale.audit.step import ParameterShape
-from gregale.axes.layer_stacks import layer_order
+from gregale.audit.estimate import ParameterShape
 from gregale.axes.layout import Layout, Tree, vmap_over
-from gregale.axes.parameters import buffers_of, trainable
+from gregale.axes.parameters import buffers_of, layer_order, trainable
 from gregale.codecs.config import ReduceConfig
 from gregale.communication.quantised import QuantisationLoss, QuantisedReducer
 from gregale.communication.reduce import ExactReducer

@@ -11,8 +11,8 @@ import numpy as np
 import optax
 from haliax import NamedArray
 
-from gregale.axes.layer_stacks import layers_axis
 from gregale.axes.layout import Tree, is_named
+from gregale.axes.parameters import layers_axis
 from gregale.communication.feedback import ErrorState
 from gregale.methods.schedule import Schedule
 

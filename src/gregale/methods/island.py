@@ -29,7 +29,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
-from gregale.audit.step import ParameterShape
+from gregale.audit.estimate import ParameterShape
 from gregale.axes.layout import ISLAND, Layout, Tree, with_shardings
 from gregale.axes.parameters import trainable
 from gregale.codecs.config import ReduceConfig

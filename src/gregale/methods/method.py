@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple, Self
 
-from gregale.audit.step import ParameterShape
+from gregale.audit.estimate import ParameterShape
 from gregale.axes.layout import Layout
 from gregale.errors import UserError
 from gregale.methods.inspection import Inspected, Probe

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from haliax import NamedArray
 
-from gregale.audit.step import ParameterShape
+from gregale.audit.estimate import ParameterShape
 from gregale.axes.layout import AxisMapping, Layout, Tree
 from gregale.axes.parameters import buffers_of, frozen_of, holding, static_of, trainable, with_arrays
 from gregale.codecs.config import ReduceConfig

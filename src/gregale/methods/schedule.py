@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gregale.axes.layer_stacks import layer_numbers
 from gregale.axes.layout import LAYERS
+from gregale.axes.parameters import layer_numbers
 from gregale.errors import UserError
 
 PATTERNS = ("sequential", "strided")
@@ -32,7 +32,7 @@ class Schedule:
     - `delay`: tau, steps from a send to its application
     - `layers`: number of layers
     - `pattern`: `sequential`, each fragment consecutive layers, or `strided`, every (P - 1)-th
-    - `order`: the structure of each layer, see `gregale.axes.layer_stacks`; empty: one structure
+    - `order`: the structure of each layer, see `gregale.axes.parameters`; empty: one structure
     - `only_layers`: whether all arrays have a `layers` axis
     """
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gregale.audit.memory import bytes_on_device
+from gregale.audit.estimate import bytes_on_device
 from gregale.axes.layout import EMBED, LORA_RANK, Layout, is_named, vmap_over
 from gregale.axes.parameters import trainable
 from gregale.errors import UserError

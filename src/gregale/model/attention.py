@@ -13,7 +13,7 @@ from haliax import NamedArray
 from haliax.nn import Linear
 
 from gregale.axes.layout import BATCH, POSITION
-from gregale.axes.position_order import position_order
+from gregale.axes.parameters import position_order
 from gregale.model.cache import Cache, DecodeStep
 from gregale.model.config import DecoderConfig, LayerKind
 from gregale.model.execution import Execution

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gregale.axes.expert_rounds import FURTHER_ROUNDS, rows_to_a_device
+from gregale.axes.parameters import FURTHER_ROUNDS, rows_to_a_device
 from gregale.model.kernels.grouped_mlp import GroupedMlp
 
 

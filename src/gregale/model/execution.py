@@ -15,8 +15,7 @@ from jax.experimental.layout import with_layout_constraint
 
 from gregale.axes.gather import gathered
 from gregale.axes.layout import BATCH, EMBED, EXPERTS, POSITION, AxisMapping, Layout, is_named
-from gregale.axes.position_order import position_order
-from gregale.axes.quantised_weight import decoded, is_quantised
+from gregale.axes.parameters import decoded, is_quantised, position_order
 from gregale.errors import UserError
 from gregale.model.adapters import Lora
 from gregale.model.base import ModelConfig
@@ -176,7 +175,7 @@ class Execution:
         """Run `x = block(x, weights[i], kinds[i], rows, execution)` for every i along the layers.
 
         - `kinds`: of every layer, as an index in `LlamaConfig.kinds`
-        - `weights`: named arrays with the leading axis `layers`, ungathered, or `gregale.axes.layer_stacks.Stacks`
+        - `weights`: named arrays with the leading axis `layers`, ungathered, or `gregale.axes.parameters.Stacks`
         - `rows`: named arrays [batch, ...], the same for all layers (positions, segment ids); not differentiated
         """
 

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from haliax import NamedArray
 
-from gregale.axes.layer_stacks import Stacks, is_stacks, renamed, stack_axis
 from gregale.axes.layout import LAYERS
+from gregale.axes.parameters import Stacks, is_stacks, renamed, stack_axis
 from gregale.errors import UserError
 
 Kind = NamedArray | int

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import Axis, NamedArray
 
-from gregale.axes.layer_stacks import Stacks, in_layer_order, layer_order, stack_axis
 from gregale.axes.layout import BATCH, LAYERS, POSITION, ROUTER, is_named
-from gregale.axes.position_order import position_order
+from gregale.axes.parameters import Stacks, in_layer_order, layer_order, position_order, stack_axis
 from gregale.errors import KeyedError
 from gregale.model.attention import Attention
 from gregale.model.base import SHAPE, ModelConfig

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from gregale.axes.gather import scattered
 from gregale.axes.layout import Layout, unmapped_if_one
-from gregale.axes.vocabulary import loss_blocks
+from gregale.axes.parameters import loss_blocks
 from gregale.model.execution import Execution
 from gregale.model.kernels.reference import capped
 from gregale.model.losses import Logits

@@ -7,8 +7,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import draccus
 import jax
 
-from gregale.axes.layer_stacks import has_name, names_of_arrays
 from gregale.axes.layout import is_named
+from gregale.axes.parameters import has_name, names_of_arrays
 from gregale.settings import Fixed, Settings, setting, whole
 
 BASE = Fixed("initial weights and the optimizer's moments are scaled by it")

@@ -8,9 +8,8 @@ import draccus
 import optax
 
 from gregale.audit.traffic import Transfer, squared_norms
-from gregale.axes.layer_stacks import names_of_arrays
 from gregale.axes.layout import Layout, named_arrays
-from gregale.axes.parameters import trainable
+from gregale.axes.parameters import names_of_arrays, trainable
 from gregale.errors import below
 from gregale.model.parametrisation import Scaling
 from gregale.optim.clipping import clip_by_norm

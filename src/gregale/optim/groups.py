@@ -10,9 +10,8 @@ import numpy as np
 import optax
 from haliax import NamedArray
 
-from gregale.axes.layer_stacks import has_name, layers_axis, names_of_arrays
 from gregale.axes.layout import is_named
-from gregale.axes.parameters import trainable
+from gregale.axes.parameters import has_name, layers_axis, names_of_arrays, trainable
 from gregale.errors import KeyedError
 from gregale.model.parametrisation import Scaling
 from gregale.settings import Settings, at_least, setting

@@ -11,11 +11,10 @@ import optax
 from haliax import NamedArray
 from jax.typing import ArrayLike
 
-from gregale.audit.memory import bytes_on_device
+from gregale.audit.estimate import bytes_on_device
 from gregale.audit.traffic import Transfer
-from gregale.axes.layer_stacks import has_name, names_of_arrays
 from gregale.axes.layout import Layout, is_named
-from gregale.axes.parameters import trainable
+from gregale.axes.parameters import has_name, names_of_arrays, trainable
 from gregale.errors import KeyedError
 from gregale.model.parametrisation import Scaling
 from gregale.optim.config import BETAS, EPSILON, Optimizer, OptimizerConfig

@@ -12,8 +12,7 @@ import ml_dtypes
 import numpy as np
 import yaml
 
-from gregale.axes.layout import Layout
-from gregale.axes.mesh import MeshConfig
+from gregale.axes.layout import Layout, MeshConfig
 from gregale.axes.parameters import parameter_count
 from gregale.checkpoint.multihost import by_first_process, messages_of_all
 from gregale.data.chat.encoding import ChatEncoder

@@ -10,7 +10,7 @@ import draccus
 import jax
 import numpy as np
 
-from gregale.axes.mesh import MeshConfig
+from gregale.axes.layout import MeshConfig
 from gregale.data.sources.base import expand
 from gregale.distributed.signals import process_goes_on
 from gregale.errors import Interrupted

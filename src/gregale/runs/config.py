@@ -4,9 +4,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from gregale.axes.layout import Layout
+from gregale.axes.layout import Layout, MeshConfig
 from gregale.axes.mapping import MappingConfig
-from gregale.axes.mesh import MeshConfig
 from gregale.checkpoint.retention import CheckpointConfig, ExportConfig
 from gregale.codecs.config import ReduceConfig
 from gregale.communication.pipeline.config import PipelineConfig

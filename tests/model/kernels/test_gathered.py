@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from gregale.axes.layout import BATCH, POSITION
-from gregale.axes.position_order import chunks_reached, position_order
+from gregale.axes.parameters import chunks_reached, position_order
 from gregale.model.kernels.blocked import Blocks
 from gregale.model.kernels.gathered import Gathered
 from gregale.model.kernels.reference import PLAIN

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from gregale.axes.mesh import make_mesh
+from gregale.axes.layout import make_mesh
 from gregale.errors import UserError
 from gregale.islands.stages import stage_rounds
 from gregale.methods.island import Island

@@ -12,8 +12,7 @@ import numpy as np
 from haliax import Axis, NamedArray
 
 from gregale.axes.layout import BATCH, LAYERS, Layout, Tree, is_named
-from gregale.axes.parameters import is_buffer, is_parameter
-from gregale.axes.quantised_weight import is_quantised
+from gregale.axes.parameters import is_buffer, is_parameter, is_quantised
 from gregale.communication.pipeline.loop import (
     Loop,
     advanced,

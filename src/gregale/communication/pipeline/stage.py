@@ -12,7 +12,7 @@ import numpy as np
 from haliax import NamedArray
 
 from gregale.axes.layout import Layout, Tree, is_named, vmap_over
-from gregale.axes.quantised_weight import is_quantised
+from gregale.axes.parameters import is_quantised
 from gregale.communication.pipeline.schedule import Schedule
 
 Layer = Callable[[NamedArray, Tree, Tree], tuple[NamedArray, Tree]]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from gregale.axes.position_order import chunk_order
+from gregale.axes.parameters import chunk_order
 from gregale.model.kernels.kernels import ATTENTION_NAME
 from gregale.model.kernels.reference import capped
 from gregale.model.kernels.sinks import sink_gradients, with_sinks

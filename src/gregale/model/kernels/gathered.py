@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from gregale.axes.layout import CONTEXT
-from gregale.axes.position_order import chunks_reached
+from gregale.axes.parameters import chunks_reached
 from gregale.model.kernels.blocked import Blocks, attend_blocks, pairs_of
 from gregale.model.kernels.shared_keys import halo, whole
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gregale.axes.layout import CONTEXT
-from gregale.axes.position_order import chunk_order
+from gregale.axes.parameters import chunk_order
 
 
 def whole(x: jax.Array, devices: int) -> jax.Array:

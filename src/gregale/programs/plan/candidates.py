@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from gregale.audit.compared import is_compared
-from gregale.axes.mesh import make_mesh
+from gregale.audit.estimate import is_compared
+from gregale.axes.layout import make_mesh
 from gregale.communication.accumulate import rows_per_part
 from gregale.communication.pipeline.config import SAVED
 from gregale.communication.pipeline.window import GATHER_LEVELS

@@ -6,9 +6,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gregale.audit.compared import is_compared
-from gregale.audit.memory import Estimate
-from gregale.axes.mesh import make_mesh, slice_of
+from gregale.audit.estimate import Estimate, is_compared
+from gregale.axes.layout import make_mesh, slice_of
 from gregale.errors import UserError
 from gregale.methods.traffic import SYNCHRONISE
 from gregale.model.remat import TO_HOST

@@ -4,9 +4,9 @@ from dataclasses import asdict
 from typing import Any
 
 from gregale.audit.chips import GBIT
+from gregale.audit.estimate import ACCELERATOR, Backend, is_of_linear
 from gregale.audit.overlap import CALIBRATION, Schedule
 from gregale.audit.roofline import Roofline, model_flops_per_token
-from gregale.audit.step import ACCELERATOR, Backend, is_of_linear
 from gregale.audit.traffic import bytes_by_axes
 from gregale.axes.mapping import mapping_rows
 from gregale.axes.parameters import parameter_count

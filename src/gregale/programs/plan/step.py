@@ -9,17 +9,14 @@ import haliax as hax
 import jax
 
 from gregale.audit import Audit, audit
-from gregale.audit.collectives import Collective
-from gregale.audit.device_axes import BETWEEN, INSIDE
-from gregale.audit.links import grid_of
-from gregale.audit.memory import CompilerMemory
+from gregale.audit.collectives import BETWEEN, INSIDE, Collective, grid_of
+from gregale.audit.estimate import Backend, CompilerMemory
 from gregale.audit.overlap import HOST, Rates, Schedule, schedule_of
 from gregale.audit.pallas_cost import Kernels
 from gregale.audit.roofline import Roofline, link_rates, roofline
-from gregale.audit.step import Backend
 from gregale.audit.traffic import Transfer
-from gregale.axes.expert_rounds import FURTHER_ROUNDS
-from gregale.axes.mesh import make_mesh
+from gregale.axes.layout import make_mesh
+from gregale.axes.parameters import FURTHER_ROUNDS
 from gregale.methods.traffic import SYNCHRONISE
 from gregale.model.loss import AGAIN
 from gregale.programs.plan.compiling import WITHOUT_OPTIMISED_CODE, Outcome, compiled_for

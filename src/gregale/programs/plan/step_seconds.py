@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gregale.audit.device_axes import BETWEEN, INSIDE
-from gregale.audit.links import Grid, grid_of
+from gregale.audit.collectives import BETWEEN, INSIDE, Grid, grid_of
+from gregale.audit.estimate import ACCELERATOR
 from gregale.audit.roofline import Roofline, link_rates, roofline
-from gregale.audit.step import ACCELERATOR
-from gregale.audit.transfer import Transfer, sent_bytes
+from gregale.audit.traffic import Transfer, sent_bytes
 from gregale.programs.plan.devices import Target
 from gregale.programs.plan.shapes import (
     FAR_AXES,

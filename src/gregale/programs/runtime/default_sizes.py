@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from math import lcm
 from typing import Any
 
-from gregale.axes.mesh import Device, make_mesh
+from gregale.axes.layout import Device, make_mesh
 from gregale.errors import UserError, below
 from gregale.model.llama import LlamaConfig, ModelConfig
 from gregale.programs.runtime.expert_parallelism import set_up

@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 from jax.sharding import Mesh
 
 from gregale.audit.chips import chip, of_device
-from gregale.audit.device_axes import INSIDE
-from gregale.audit.step import ACCELERATOR
-from gregale.axes.layout import EXPERTS
+from gregale.audit.collectives import INSIDE
+from gregale.audit.estimate import ACCELERATOR
+from gregale.axes.layout import EXPERTS, make_mesh
 from gregale.axes.mapping import EXCHANGED
-from gregale.axes.mesh import make_mesh
 from gregale.distributed.devices import GPU_MEMORY
 from gregale.errors import UserError
 from gregale.programs.plan import shapes

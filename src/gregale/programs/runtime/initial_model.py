@@ -7,8 +7,7 @@ import jax
 from haliax import Axis, NamedArray
 
 from gregale.axes.layout import BATCH, is_named
-from gregale.axes.parameters import is_buffer, is_parameter, trainable
-from gregale.axes.position_order import position_order
+from gregale.axes.parameters import is_buffer, is_parameter, position_order, trainable
 from gregale.model.adapter_config import LoraConfig
 from gregale.model.adapters import adapted, hashed, quantised
 from gregale.model.compute_config import DTYPES

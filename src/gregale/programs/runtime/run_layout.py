@@ -22,7 +22,7 @@ from gregale.axes.layout import (
     mesh_axes_of,
 )
 from gregale.axes.mapping import check_arrays, check_mapping, mapped_layout
-from gregale.axes.quantised_weight import QuantisedWeight, is_quantised
+from gregale.axes.parameters import QuantisedWeight, is_quantised
 from gregale.communication.accumulate import rows_per_part
 from gregale.communication.reduce import further_splits
 from gregale.errors import UserError, multiples_near

@@ -11,8 +11,7 @@ import numpy as np
 from haliax import Axis
 from jax.sharding import Mesh
 
-from gregale.axes.layout import BATCH, EXPERTS, POSITION, Layout
-from gregale.axes.mesh import Device
+from gregale.axes.layout import BATCH, EXPERTS, POSITION, Device, Layout
 from gregale.axes.parameters import buffers_of, parameter_count, with_arrays
 from gregale.communication.pipeline.config import pipelined_execution
 from gregale.communication.pipeline.schedule import Schedule

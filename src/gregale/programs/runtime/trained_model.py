@@ -13,11 +13,9 @@ from typing import Any
 import jax
 from haliax import NamedArray
 
-from gregale.axes.layout import BATCH, is_named
+from gregale.axes.layout import BATCH, MeshConfig, is_named, make_mesh
 from gregale.axes.mapping import MappingConfig, mapped_layout
-from gregale.axes.mesh import MeshConfig, make_mesh
-from gregale.axes.parameters import buffers_of, trainable, with_arrays
-from gregale.axes.quantised_weight import QuantisedWeight, is_quantised
+from gregale.axes.parameters import QuantisedWeight, buffers_of, is_quantised, trainable, with_arrays
 from gregale.checkpoint.manifest import MANIFEST, digest_of, measured
 from gregale.checkpoint.multihost import by_first_process, messages_of_all
 from gregale.checkpoint.retention import folder_name

@@ -11,8 +11,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, TextIO, cast
 
-from gregale.axes.layout import BATCH
-from gregale.axes.mesh import MeshConfig
+from gregale.axes.layout import BATCH, MeshConfig
 from gregale.data.sources.base import expand
 from gregale.data.special_names import counter_of_names, taken_as_text
 from gregale.data.tokenizers import load_tokenizer

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from haliax import NamedArray
 
-from gregale.axes.layer_stacks import layers_axis, names_of_arrays
+from gregale.axes.parameters import layers_axis, names_of_arrays
 from gregale.data.examples import MORE_BYTES, Examples
 from gregale.distributed.hang_detector import Phase, Progress
 from gregale.methods.inspection import Inspected, Probe

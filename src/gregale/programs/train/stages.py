@@ -9,10 +9,8 @@ from typing import Any
 
 import jax
 
-from gregale.axes.layout import with_shardings
-from gregale.axes.mesh import make_mesh
-from gregale.axes.parameters import parameter_count
-from gregale.axes.quantised_weight import is_quantised
+from gregale.axes.layout import make_mesh, with_shardings
+from gregale.axes.parameters import is_quantised, parameter_count
 from gregale.data.preparation import Corpus, prepare
 from gregale.data.progress import Report
 from gregale.data.tokenizer_training import naming

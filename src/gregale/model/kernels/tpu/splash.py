@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from gregale.axes.position_order import chunks_reached
+from gregale.axes.parameters import chunks_reached
 from gregale.model.kernels.blocked import ROWS
 from gregale.model.kernels.gathered import Gathered
 from gregale.model.kernels.kernels import ATTENTION_NAME
