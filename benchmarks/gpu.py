@@ -32,7 +32,7 @@ from gregale.audit.chips import CHIPS
 from gregale.audit.roofline import model_flops_per_token
 from gregale.axes.layout import MeshConfig, make_mesh
 from gregale.distributed.devices import start_devices
-from gregale.model.compute_config import ComputeConfig
+from gregale.model.config import ComputeConfig
 from gregale.model.llama import LlamaConfig
 from gregale.optim import AdamWConfig, ConstantSchedule
 from gregale.programs.plan.shapes import abstract_batch, step_shape

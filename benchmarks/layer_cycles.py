@@ -28,7 +28,7 @@ def compiled(chip: str, length: int) -> str:
 
     from gregale.axes.layout import MeshConfig, make_mesh
     from gregale.axes.mapping import standard_layout
-    from gregale.model.compute_config import ComputeConfig
+    from gregale.model.config import ComputeConfig
     from gregale.model.execution import execution
     from gregale.model.llama import Llama, LlamaConfig
     from gregale.training.compiler_options import compiler_options

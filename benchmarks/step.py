@@ -48,7 +48,7 @@ from gregale.communication.reduce import ExactReducer
 from gregale.distributed.devices import THREADS_A_DEVICE, with_flags
 from gregale.distributed.malloc_tuning import keep_memory
 from gregale.methods.psdp import Psdp
-from gregale.model.compute_config import ComputeConfig
+from gregale.model.config import ComputeConfig
 from gregale.model.execution import Execution, execution
 from gregale.model.llama import Llama, LlamaConfig
 from gregale.optim import AdamWConfig, ConstantSchedule

@@ -11,7 +11,7 @@ from gregale.data.tokenizers import TokenizerConfig
 from gregale.huggingface.families import FAMILIES
 from gregale.methods.config import SyncConfig
 from gregale.methods.outer_config import OuterConfig
-from gregale.model.base import ModelConfig
+from gregale.model.config import ModelConfig
 from gregale.objectives import ObjectiveConfig
 from gregale.optim import OptimizerConfig, ScheduleConfig
 from gregale.settings.suggestions import known_entries

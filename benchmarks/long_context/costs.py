@@ -17,7 +17,7 @@ from gregale.axes.layout import MeshConfig, make_mesh
 from gregale.axes.parameters import position_order
 from gregale.distributed.config import DistributedConfig
 from gregale.distributed.devices import start_devices
-from gregale.model.compute_config import ComputeConfig
+from gregale.model.config import ComputeConfig
 from gregale.model.llama import LlamaConfig
 from gregale.optim import AdamWConfig, ConstantSchedule
 from gregale.programs.runtime.expert_parallelism import set_up

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from gregale.data.tokenizers import TokenizerConfig
     from gregale.errors import UserError
     from gregale.methods.config import SyncConfig
-    from gregale.model.base import ModelConfig
+    from gregale.model.config import ModelConfig
     from gregale.optim.config import OptimizerConfig
     from gregale.optim.schedules import ScheduleConfig
     from gregale.programs.loaded_model import LoadedModel
@@ -48,7 +48,7 @@ _MODULES = {
     "Callback": "gregale.tracking.callback",
     "CallbackConfig": "gregale.tracking.callback",
     "LoadedModel": "gregale.programs.loaded_model",
-    "ModelConfig": "gregale.model.base",
+    "ModelConfig": "gregale.model.config",
     "OptimizerConfig": "gregale.optim.config",
     "ScheduleConfig": "gregale.optim.schedules",
     "SourceConfig": "gregale.data.sources",

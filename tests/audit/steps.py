@@ -8,7 +8,7 @@ import jax
 from gregale.audit import Audit, audit
 from gregale.audit.estimate import StepShape
 from gregale.axes.layout import MeshConfig, make_mesh
-from gregale.model.compute_config import ComputeConfig
+from gregale.model.config import ComputeConfig
 from gregale.model.llama import LlamaConfig
 from gregale.programs.plan.shapes import abstract_batch, step_shape
 from gregale.programs.plan.step import known_trips

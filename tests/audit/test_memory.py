@@ -20,9 +20,8 @@ from gregale.audit.estimate import (
     values_of_a_layer,
 )
 from gregale.axes.mapping import MappingConfig
-from gregale.model.adapter_config import TARGETS, LoraConfig
+from gregale.model.config import TARGETS, ExpertsConfig, LoraConfig
 from gregale.model.execution import execution
-from gregale.model.experts_config import ExpertsConfig
 from gregale.model.kernels.cpu.kernels import cpu_kernels
 from gregale.model.kernels.reference import PLAIN
 from gregale.model.kernels.tpu.blocks import LANES

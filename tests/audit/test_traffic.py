@@ -15,8 +15,7 @@ from gregale.audit.traffic import Transfer, bytes_by_axes, expected_transfers, s
 from gregale.axes.layout import MeshConfig
 from gregale.axes.mapping import MappingConfig
 from gregale.methods.config import DilocoConfig
-from gregale.model.adapter_config import LoraConfig
-from gregale.model.experts_config import BalanceConfig, ExpertsConfig
+from gregale.model.config import BalanceConfig, ExpertsConfig, LoraConfig
 from gregale.model.llama import GptOssConfig
 from gregale.objectives import DpoConfig
 from gregale.optim import AdamWConfig, GroupConfig, MuonConfig

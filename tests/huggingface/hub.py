@@ -7,7 +7,7 @@ from gregale.data.tokenizers import BytesTokenizer
 from gregale.huggingface.experts import BIAS
 from gregale.huggingface.families import Family
 from gregale.huggingface.tokenizer import write_tokenizer
-from gregale.model.experts_config import BalanceConfig, ExpertsConfig
+from gregale.model.config import BalanceConfig, ExpertsConfig
 from gregale.model.llama import LlamaConfig
 
 VOCABULARY, CONTEXT = 257, 64

@@ -17,7 +17,7 @@ from gregale.huggingface.families import FAMILIES
 from gregale.huggingface.folder import check_files, made_whole, open_folder
 from gregale.huggingface.hub import model_folder
 from gregale.huggingface.tensor_names import check_names, slots_of
-from gregale.model.experts_config import ExpertsConfig
+from gregale.model.config import ExpertsConfig
 from gregale.model.llama import LlamaConfig
 from gregale.programs.runtime.trained_model import find_run
 from tests.huggingface.hub import SIZES

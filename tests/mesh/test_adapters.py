@@ -20,8 +20,8 @@ from gregale.errors import UserError
 from gregale.huggingface.peft import adapter_slots
 from gregale.huggingface.tensor_names import parameters_of
 from gregale.methods.diloco import Diloco
-from gregale.model.adapter_config import MLP_TARGETS, LoraConfig
 from gregale.model.adapters import Lora, quantised
+from gregale.model.config import MLP_TARGETS, LoraConfig
 from gregale.programs.plan.shapes import abstract_batch
 from gregale.programs.plan.step import known_trips
 from gregale.programs.runtime.expert_parallelism import set_up

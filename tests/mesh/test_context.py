@@ -13,7 +13,7 @@ from gregale.audit.traffic import expected_transfers
 from gregale.axes.layout import REPLICA, MeshConfig, make_mesh
 from gregale.codecs.config import FeedbackConfig, ReduceConfig
 from gregale.methods.config import DilocoConfig, StreamingDilocoConfig
-from gregale.model.compute_config import ComputeConfig
+from gregale.model.config import ComputeConfig
 from gregale.model.llama import GemmaConfig
 from gregale.optim import AdamWConfig, ConstantSchedule
 from gregale.programs.plan.shapes import step_shape

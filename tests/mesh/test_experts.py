@@ -19,14 +19,12 @@ from gregale.axes.mapping import MappingConfig, mapped_layout
 from gregale.communication.pipeline.config import PipelineConfig
 from gregale.errors import UserError
 from gregale.methods.config import DilocoConfig, StreamingDilocoConfig
-from gregale.model.adapter_config import LoraConfig
 from gregale.model.adapters import merged_weight
+from gregale.model.config import BalanceConfig, ExpertsConfig, LoraConfig
 from gregale.model.execution import Execution
-from gregale.model.experts import Experts
-from gregale.model.experts_config import BalanceConfig, ExpertsConfig
+from gregale.model.experts import Experts, choose, router_logits
 from gregale.model.kernels.grouped import BLOCKED
 from gregale.model.llama import GptOssConfig, LlamaConfig
-from gregale.model.routing import choose, router_logits
 from gregale.optim import MuonConfig
 from gregale.programs.runtime.expert_parallelism import set_up
 from gregale.programs.runtime.setup import Setup

@@ -10,7 +10,7 @@ from gregale.axes.layout import REPLICA, MeshConfig
 from gregale.communication.pipeline.config import PipelineConfig
 from gregale.errors import UserError
 from gregale.inference.generate import BLOCK, Generator
-from gregale.model.experts_config import BalanceConfig, ExpertsConfig
+from gregale.model.config import BalanceConfig, ExpertsConfig
 from gregale.model.llama import GptOssConfig, Llama
 from gregale.optim.matrices import decays
 from tests.inference.test_generate import GREEDY, NO_END, PROMPTS, rows_of

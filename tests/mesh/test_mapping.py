@@ -18,8 +18,7 @@ from gregale.axes.layout import REPLICA, MeshConfig, make_mesh
 from gregale.axes.mapping import MappingConfig
 from gregale.errors import UserError
 from gregale.methods.method import PsdpState
-from gregale.model.base import ModelConfig
-from gregale.model.compute_config import ComputeConfig
+from gregale.model.config import ComputeConfig, ModelConfig
 from gregale.model.llama import LlamaConfig
 from gregale.optim import ConstantSchedule, SgdConfig
 from gregale.programs.runtime.expert_parallelism import set_up

@@ -10,8 +10,7 @@ import pytest
 from gregale.audit import Audit, audit
 from gregale.axes.layout import AXES, MeshConfig, make_mesh
 from gregale.communication.pipeline.config import PipelineConfig
-from gregale.model.compute_config import ComputeConfig
-from gregale.model.experts_config import BalanceConfig, ExpertsConfig
+from gregale.model.config import BalanceConfig, ComputeConfig, ExpertsConfig
 from gregale.model.llama import LlamaConfig
 from gregale.optim import AdamWConfig, ConstantSchedule
 from gregale.programs.runtime.expert_parallelism import set_up

@@ -16,7 +16,7 @@ from gregale.audit.hlo import parse
 from gregale.audit.overlap import CALIBRATION
 from gregale.axes.layout import MeshConfig
 from gregale.errors import UserError
-from gregale.model.compute_config import ComputeConfig
+from gregale.model.config import ComputeConfig
 from gregale.model.llama import LlamaConfig
 from gregale.programs.plan.compiling import DUMPED, read_dump
 from gregale.programs.plan.devices import Target, topology_target

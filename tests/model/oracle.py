@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gregale.model.config import LinearScaling, Llama3Scaling, RotaryScaling
 from gregale.model.llama import Llama, LlamaConfig
-from gregale.model.scaling import LinearScaling, Llama3Scaling, RotaryScaling
 
 Weights = dict[str, jax.Array]
 

@@ -11,7 +11,7 @@ from haliax import Axis
 
 from gregale.axes.parameters import names_of_arrays, trainable
 from gregale.errors import UserError
-from gregale.model.experts_config import ExpertsConfig
+from gregale.model.config import ExpertsConfig
 from gregale.model.llama import GemmaConfig, Llama, LlamaConfig
 from gregale.model.losses import losses_of
 from gregale.model.parametrisation import CompletePConfig, scaled

@@ -22,7 +22,7 @@ from gregale.errors import UserError
 from gregale.huggingface.folder import ADAPTER, read_json
 from gregale.huggingface.peft import FREE, adapter_slots, check_settings
 from gregale.huggingface.tensor_names import parameters_of, slots_of
-from gregale.model.adapter_config import LoraConfig
+from gregale.model.config import LoraConfig
 from gregale.model.llama import Llama
 from gregale.model.losses import losses_of
 from gregale.programs.runtime.adapters import base_name, family_of

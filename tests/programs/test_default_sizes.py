@@ -11,9 +11,9 @@ import yaml
 
 from gregale.axes.layout import make_mesh
 from gregale.errors import UserError
+from gregale.model.config import YarnScaling
 from gregale.model.llama import GemmaConfig, LlamaConfig
 from gregale.model.parametrisation import CompletePConfig
-from gregale.model.scaling import YarnScaling
 from gregale.programs.plan import command as plan
 from gregale.programs.runtime import memory
 from gregale.programs.runtime.default_sizes import with_default_sizes, with_model_of, with_origin_model

@@ -17,8 +17,8 @@ from gregale.data.tokenizers import BpeConfig
 from gregale.errors import KeyedError, UserError
 from gregale.islands.protocol.settings import heal_seconds, timing_of
 from gregale.methods.config import DilocoConfig, SyncConfig
+from gregale.model.config import Llama3Scaling
 from gregale.model.llama import LlamaConfig
-from gregale.model.scaling import Llama3Scaling
 from gregale.optim.config import AdamWConfig, LionConfig, OptimizerConfig, SgdConfig
 from gregale.optim.groups import GroupConfig
 from gregale.optim.schedules import ConstantSchedule

@@ -21,7 +21,7 @@ from tests.plugins import plugins_from
 
 MODULE = """
 from dataclasses import dataclass
-from gregale.model.base import ModelConfig
+from gregale.model.config import ModelConfig
 from gregale.settings import setting
 
 @ModelConfig.register_subclass("mine")

@@ -6,7 +6,7 @@ from gregale.cli import main
 from gregale.data.sources import SourceConfig
 from gregale.errors import Mistakes, UserError
 from gregale.methods.config import SyncConfig
-from gregale.model.base import ModelConfig
+from gregale.model.config import ModelConfig
 from gregale.optim import OptimizerConfig
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load

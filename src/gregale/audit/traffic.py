@@ -1,10 +1,8 @@
 """Provides the bytes that training sends over each mesh axis, in closed form from shapes and mappings alone.
 
-Their weights and gradients count as those of other layers (`gregale.audit.traffic`).
-
 It covers a PSDP step, a step of DiLoCo's replicas, and the SEND and APPLY that join them. Bytes count as in the audit:
 on one device, the full array of each collective once, times its executions in a step. A mesh axis of size 1 carries no
-traffic.
+traffic. Weights and gradients of experts count as those of other layers.
 """
 
 from collections import Counter

@@ -10,8 +10,8 @@ from typing import Any
 from gregale.errors import UserError
 from gregale.huggingface.families import FAMILIES, Family, family_of
 from gregale.huggingface.typed_json import TypedJson
+from gregale.model.config import LinearScaling, Llama3Scaling, RotaryScaling, YarnScaling
 from gregale.model.llama import LlamaConfig
-from gregale.model.scaling import LinearScaling, Llama3Scaling, RotaryScaling, YarnScaling
 from gregale.settings import at_least, whole
 from gregale.settings.config_schema import types_of
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from gregale.formatting import listed
 from gregale.huggingface.typed_json import TypedJson
-from gregale.model.experts_config import BalanceConfig, ExpertsConfig
+from gregale.model.config import BalanceConfig, ExpertsConfig
 from gregale.model.llama import LlamaConfig
 from gregale.settings import whole
 from gregale.settings.config_schema import types_of

@@ -20,7 +20,7 @@ from gregale.errors import UserError
 from gregale.huggingface.config import read_config, written_config
 from gregale.huggingface.families import FAMILIES, Family
 from gregale.huggingface.tensor_names import parameters_of
-from gregale.model.experts_config import ExpertsConfig
+from gregale.model.config import ExpertsConfig
 from gregale.model.llama import LlamaConfig
 from gregale.settings import Settings, shortened
 

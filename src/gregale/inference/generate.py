@@ -15,7 +15,7 @@ from haliax import NamedArray
 from gregale.axes.layout import BATCH
 from gregale.inference.token_sampling import Sampling, draw
 from gregale.model.cache import POSITION, for_tokens
-from gregale.model.compute_config import CompilerOptions
+from gregale.model.config import CompilerOptions
 from gregale.model.execution import Execution
 
 BUCKET = 64  # prompts are padded at least to multiples of this, so that few lengths are compiled

@@ -10,8 +10,8 @@ from haliax import Axis, NamedArray
 
 from gregale.axes.layout import BATCH
 from gregale.errors import UserError
-from gregale.model.base import Batch
 from gregale.model.cache import POSITION
+from gregale.model.config import Batch
 from gregale.model.execution import Execution
 
 

@@ -20,7 +20,7 @@ from gregale.methods.psdp import Psdp
 from gregale.methods.replicas import sync_axis
 from gregale.methods.schedule import PATTERNS, Schedule
 from gregale.methods.separate import Mixing
-from gregale.model.compute_config import CompilerOptions
+from gregale.model.config import CompilerOptions
 from gregale.optim import ConstantSchedule
 from gregale.settings import Range, Settings, between, setting, whole
 

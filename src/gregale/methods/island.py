@@ -48,7 +48,7 @@ from gregale.methods.round import mixed_with
 from gregale.methods.schedule import Schedule
 from gregale.methods.spikes import Limits, SpikesConfig
 from gregale.methods.traffic import PsdpTraffic
-from gregale.model.compute_config import CompilerOptions
+from gregale.model.config import CompilerOptions
 
 
 class IslandState(NamedTuple):

@@ -17,7 +17,7 @@ from gregale.axes.parameters import Frozen, QuantisedWeight, is_buffer, is_param
 from gregale.codecs.blocks import UniformCodec
 from gregale.codecs.normal_float import NormalFloatCodec
 from gregale.errors import UserError
-from gregale.model.adapter_config import EXPERT_TARGETS, TARGETS, LoraConfig
+from gregale.model.config import EXPERT_TARGETS, TARGETS, LoraConfig
 
 FACTORS = {"lora_a", "lora_b"}
 Axes = tuple[Axis, ...]

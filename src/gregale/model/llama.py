@@ -14,24 +14,16 @@ from haliax import Axis, NamedArray
 from gregale.axes.layout import BATCH, LAYERS, POSITION, ROUTER, is_named
 from gregale.axes.parameters import Stacks, in_layer_order, layer_order, position_order, stack_axis
 from gregale.errors import KeyedError
-from gregale.model.attention import Attention
-from gregale.model.base import SHAPE, ModelConfig
 from gregale.model.cache import Cache, DecodeStep, Devices, slots_of
-from gregale.model.config import ACTIVATIONS, DecoderConfig
+from gregale.model.config import ACTIVATIONS, MEANING, SHAPE, DecoderConfig, ExpertsConfig, ModelConfig
 from gregale.model.embedding import embed
-from gregale.model.execution import Execution
-from gregale.model.experts import Experts
-from gregale.model.experts_config import ExpertsConfig
+from gregale.model.execution import Execution, Kind
+from gregale.model.experts import LOAD, Experts, with_balance
 from gregale.model.kernels.reference import capped
-from gregale.model.layer_kinds import Kind
-from gregale.model.loss import losses_of_head
+from gregale.model.layers import Attention, Mlp, RmsNorm
+from gregale.model.loss import losses_of_head, target_scores
 from gregale.model.losses import Z_LOSS, Losses
-from gregale.model.mlp import Mlp
-from gregale.model.norm import RmsNorm
 from gregale.model.parametrisation import scaled
-from gregale.model.routing import LOAD, with_balance
-from gregale.model.scaling import MEANING
-from gregale.model.target_log_probs import target_scores
 from gregale.settings import above, at_least, restated, setting
 
 

@@ -12,7 +12,7 @@ from gregale.axes.layout import BATCH, POSITION
 from gregale.axes.parameters import with_arrays
 from gregale.inference.logits import scores
 from gregale.model.adapters import without_adapters
-from gregale.model.base import Batch
+from gregale.model.config import Batch
 from gregale.model.execution import Execution
 from gregale.model.losses import Losses
 from gregale.settings import Settings

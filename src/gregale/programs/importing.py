@@ -35,7 +35,7 @@ from gregale.huggingface.tokenizer import end_of_document, rebuilt, rowless, tok
 from gregale.huggingface.typed_json import TypedJson
 from gregale.huggingface.weights import check_finite, check_tied
 from gregale.huggingface.writing import write_index
-from gregale.model.compute_config import ComputeConfig
+from gregale.model.config import ComputeConfig
 from gregale.programs.command import Command
 from gregale.programs.runtime.setup import padded_vocabulary
 from gregale.runs.config import BatchConfig, TrainConfig

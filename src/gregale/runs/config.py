@@ -14,9 +14,7 @@ from gregale.distributed.config import AUTO, DistributedConfig
 from gregale.errors import KeyedError, UserError, below
 from gregale.methods.config import PsdpConfig, SyncConfig
 from gregale.methods.spikes import SpikesConfig
-from gregale.model.adapter_config import AdapterConfig
-from gregale.model.base import SHAPE
-from gregale.model.compute_config import ComputeConfig
+from gregale.model.config import SHAPE, AdapterConfig, ComputeConfig
 from gregale.model.llama import LlamaConfig, ModelConfig
 from gregale.objectives import NextTokenConfig, ObjectiveConfig
 from gregale.optim.config import AdamWConfig, Optimizer, OptimizerConfig

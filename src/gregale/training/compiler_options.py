@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gregale.errors import UserError
-from gregale.model.compute_config import CompilerOptions
+from gregale.model.config import CompilerOptions
 
 # Overlap the gathers of weights with the layer's own products, where the compiler does not do so by itself.
 _GATHERS_STAY = "xla_tpu_prefer_async_allgather_to_allreduce"

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gregale.axes.layout import Tree, with_shardings
 from gregale.methods.method import Method, StepMetrics
 from gregale.methods.spikes import SpikeWindow
-from gregale.model.compute_config import CompilerOptions
+from gregale.model.config import CompilerOptions
 from gregale.training.compiler_options import fast_compile_options
 
 Leaf = Any

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from gregale.methods.method import Method
-from gregale.model.compute_config import CompilerOptions
+from gregale.model.config import CompilerOptions
 from gregale.training.state import StepReport, TrainState, abstract_state, counted_step, state_shardings
 
 Tree = Any

@@ -15,7 +15,7 @@ from gregale.communication.accumulate import rows_per_part
 from gregale.communication.pipeline.config import SAVED
 from gregale.communication.pipeline.window import GATHER_LEVELS
 from gregale.errors import UserError
-from gregale.model.compute_config import GATHER, REMAT
+from gregale.model.config import GATHER, REMAT
 from gregale.model.execution import execution
 from gregale.programs.plan.devices import Target
 from gregale.programs.plan.shapes import estimate, step_shape, tree_bytes

@@ -10,7 +10,7 @@ from gregale.audit.estimate import Estimate, is_compared
 from gregale.axes.layout import make_mesh, slice_of
 from gregale.errors import UserError
 from gregale.methods.traffic import SYNCHRONISE
-from gregale.model.remat import TO_HOST
+from gregale.model.execution import TO_HOST
 from gregale.programs.plan.candidates import (
     Key,
     candidate_of,

@@ -28,7 +28,7 @@ from gregale.axes.layout import MODEL, REPLICA, is_named, named_arrays
 from gregale.axes.parameters import is_buffer, is_quantised, trainable
 from gregale.errors import UserError
 from gregale.methods.method import Method
-from gregale.model.compute_config import DTYPES
+from gregale.model.config import DTYPES
 from gregale.model.execution import execution
 from gregale.objectives import DpoConfig, NextTokenConfig
 from gregale.training.compiler_options import compiler_options, sums_behind

@@ -16,7 +16,7 @@ from gregale.huggingface.folder import ADAPTER, CONFIG, read_json, write_json
 from gregale.huggingface.hub import REPOSITORY
 from gregale.huggingface.peft import adapter_settings, adapter_slots, read_adapters
 from gregale.huggingface.tensor_names import Slot, parameters_of, path_of, slots_of
-from gregale.model.adapter_config import LoraConfig
+from gregale.model.config import LoraConfig
 from gregale.model.llama import LlamaConfig
 from gregale.programs.runtime.checkpointed import recorded
 from gregale.programs.runtime.expert_parallelism import set_up

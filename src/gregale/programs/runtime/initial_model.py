@@ -8,9 +8,8 @@ from haliax import Axis, NamedArray
 
 from gregale.axes.layout import BATCH, is_named
 from gregale.axes.parameters import is_buffer, is_parameter, position_order, trainable
-from gregale.model.adapter_config import LoraConfig
 from gregale.model.adapters import adapted, hashed, quantised
-from gregale.model.compute_config import DTYPES
+from gregale.model.config import DTYPES, LoraConfig
 from gregale.model.execution import Execution
 from gregale.runs.config import TrainConfig
 

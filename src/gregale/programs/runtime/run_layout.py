@@ -26,7 +26,7 @@ from gregale.axes.parameters import QuantisedWeight, is_quantised
 from gregale.communication.accumulate import rows_per_part
 from gregale.communication.reduce import further_splits
 from gregale.errors import UserError, multiples_near
-from gregale.model.adapter_config import LoraConfig
+from gregale.model.config import LoraConfig
 from gregale.runs.config import TrainConfig
 
 

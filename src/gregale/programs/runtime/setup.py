@@ -19,9 +19,8 @@ from gregale.errors import UserError, plugin_errors
 from gregale.methods.config import MethodContext, Methods
 from gregale.methods.method import Method
 from gregale.methods.psdp import Psdp, identity
-from gregale.model.compute_config import CompilerOptions
-from gregale.model.execution import Execution, execution
-from gregale.model.layer_kinds import labels_of, layers_apart
+from gregale.model.config import CompilerOptions
+from gregale.model.execution import Execution, execution, labels_of, layers_apart
 from gregale.objectives import NextTokenConfig
 from gregale.programs.runtime.checked_model import built, callback_metrics, checked_loss, updated_buffers
 from gregale.programs.runtime.initial_model import (

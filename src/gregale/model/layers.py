@@ -1,4 +1,4 @@
-"""Grouped-query attention with rotary embeddings (RoFormer, arXiv 2104.09864), and its largest logits."""
+"""The parts of a decoder's layer: grouped-query attention with rotary embeddings, the gated MLP, and RMSNorm."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,20 +9,48 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
-from haliax import NamedArray
+from haliax import Axis, NamedArray
 from haliax.nn import Linear
 
 from gregale.axes.layout import BATCH, POSITION
 from gregale.axes.parameters import position_order
 from gregale.model.cache import Cache, DecodeStep
-from gregale.model.config import DecoderConfig, LayerKind
-from gregale.model.execution import Execution
+from gregale.model.config import DecoderConfig, LayerKind, RotaryScaling
+from gregale.model.execution import Execution, Kind, named
 from gregale.model.kernels.kernels import Kernels
 from gregale.model.kernels.reference import PLAIN
-from gregale.model.layer_kinds import Kind
-from gregale.model.norm import RmsNorm
-from gregale.model.remat import named
-from gregale.model.scaling import RotaryScaling
+
+CHANNEL = "channel"  # of several axes, one after the other
+
+
+class RmsNorm(eqx.Module):
+    """x / sqrt(mean(x^2) + epsilon) * (weight + offset), arXiv 1910.07467; all but the product in float32."""
+
+    weight: NamedArray  # [*Over]
+    epsilon: float = eqx.field(static=True)
+    offset: float = eqx.field(static=True, default=0.0)
+
+    @staticmethod
+    def init(Over: Axis | tuple[Axis, ...], config: DecoderConfig) -> "RmsNorm":
+        """Return a norm with multiplier 1."""
+        return RmsNorm(hax.full(Over, 1 - config.norm_offset, jnp.float32), config.norm_epsilon, config.norm_offset)
+
+    def __call__(self, x: NamedArray, execution: Execution, square: NamedArray | None = None) -> NamedArray:
+        """Map [..., *Over] to the same in the dtype of `x`; the mean is over all of these axes together.
+
+        - `square`: the mean square of `x`, if it is known, in case of one axis
+        """
+        over = self.weight.axes
+        x = x.rearrange((..., *over))
+        weight = self.weight if self.offset == 0 else self.weight + self.offset
+        if len(over) == 1:
+            known = None if square is None else square.rearrange(x.axes[:-1]).array
+            return execution.kernels.rms_norm(x, weight, self.epsilon, known)
+        found = execution.kernels.rms_norm(
+            x.flatten_axes(over, CHANNEL), weight.flatten_axes(over, CHANNEL), self.epsilon, None
+        )
+        return found.unflatten_axis(CHANNEL, over)
+
 
 QUERIES = 256  # whose largest logits are computed at a time, because kernels never hold them in memory
 ORDER = (BATCH, POSITION, ..., "head_size")  # of attention's input arrays
@@ -213,3 +241,33 @@ def by_kind(config: DecoderConfig, kind: Kind, function: Callable[..., Any], *ar
     if isinstance(kind, NamedArray):
         return jax.lax.switch(kind.array, [partial(function, each) for each in config.kinds], *arguments)
     return function(config.kinds[kind], *arguments)
+
+
+class Mlp(eqx.Module):
+    """SwiGLU or GeGLU (arXiv 2002.05202): down(activation(gate(x)) * up(x))."""
+
+    gate: Linear  # [Embed] -> [Mlp]
+    up: Linear  # [Embed] -> [Mlp]
+    down: Linear  # [Mlp] -> [Embed]
+    activation: str = eqx.field(static=True)
+
+    @staticmethod
+    def init(config: DecoderConfig, key, Width: Axis) -> "Mlp":
+        keys = jax.random.split(key, 3)
+        c = config
+        return Mlp(
+            gate=linear(c.Embed, Width, c.init_scale, keys[0]),
+            up=linear(c.Embed, Width, c.init_scale, keys[1]),
+            down=linear(Width, c.Embed, c.init_scale / (2 * c.layers) ** 0.5, keys[2]),
+            activation=c.activation,
+        )
+
+    def __call__(self, x: NamedArray, execution: Execution) -> NamedArray:
+        fed = execution.mlp(x, (self.gate, self.up, self.down), self.activation)
+        if fed is not None:
+            return execution.summed(fed, "mlp_out")
+        gate = named(execution.placed(execution.project(self.gate, x)), "gate")
+        up = named(execution.placed(execution.project(self.up, x)), "up")
+        gated = {"silu": execution.kernels.swiglu, "gelu": execution.kernels.geglu}[self.activation]
+        product = gated(gate, up)  # activation(gate) * up
+        return execution.summed(execution.project(self.down, product), "mlp_out")
