@@ -22,8 +22,8 @@ from gregale.audit.estimate import (
 from gregale.axes.mapping import MappingConfig
 from gregale.model.config import TARGETS, ExpertsConfig, LoraConfig
 from gregale.model.execution import execution
-from gregale.model.kernels.cpu.kernels import cpu_kernels
-from gregale.model.kernels.reference import PLAIN
+from gregale.model.kernels.cpu import cpu_kernels
+from gregale.model.kernels.operations import PLAIN
 from gregale.model.kernels.tpu.blocks import LANES
 from gregale.model.kernels.tpu.kernels import tpu_kernels
 from gregale.objectives import DpoConfig

@@ -19,9 +19,9 @@ from gregale.axes.layout import BATCH, REPLICA, Layout, MeshConfig, make_mesh
 from gregale.axes.mapping import standard_layout
 from gregale.axes.parameters import position_order
 from gregale.model.execution import Execution
-from gregale.model.kernels.cpu.kernels import cpu_kernels
+from gregale.model.kernels.cpu import cpu_kernels
 from gregale.model.kernels.dispatch import KernelRequest, kernels_for
-from gregale.model.kernels.kernels import Kernels
+from gregale.model.kernels.operations import Kernels
 from gregale.model.llama import Llama, LlamaConfig
 from gregale.programs.plan.shapes import step_transfers
 from gregale.programs.runtime.setup import Setup

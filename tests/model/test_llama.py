@@ -15,8 +15,8 @@ from gregale.axes.parameters import parameter_count
 from gregale.errors import UserError
 from gregale.model.cache import for_tokens
 from gregale.model.config import ComputeConfig, LinearScaling, Llama3Scaling
-from gregale.model.kernels.cpu.kernels import cpu_kernels
-from gregale.model.kernels.reference import PLAIN
+from gregale.model.kernels.cpu import cpu_kernels
+from gregale.model.kernels.operations import PLAIN
 from gregale.model.kernels.tpu.kernels import tpu_kernels
 from gregale.model.llama import GemmaConfig, Llama, LlamaConfig
 from tests.mesh.support import assert_trees_close, executed, kernels_of, layout_of, one_device, small_model, token_batch

@@ -9,8 +9,8 @@ from haliax import Axis
 
 from gregale.huggingface.config import read_config
 from gregale.model.config import LinearScaling, Llama3Scaling
-from gregale.model.kernels.cpu.kernels import cpu_kernels
-from gregale.model.kernels.reference import PLAIN
+from gregale.model.kernels.cpu import cpu_kernels
+from gregale.model.kernels.operations import PLAIN
 from gregale.model.kernels.tpu.kernels import tpu_kernels
 from gregale.model.layers import frequencies, rotate
 from gregale.model.llama import LlamaConfig

@@ -4,8 +4,8 @@
 cycles that the compiler estimates; a Pallas kernel, which has no such estimate, takes the time of
 `gregale.audit.pallas_cost`. A collective takes the time of `gregale.audit.collectives`, or its bytes sent over the
 link's rate, one after another on each link, from its start. At the instruction that waits for its result, the remaining
-time is exposed and advances the clock. A synchronous collective is fully exposed. A transfer to the host's memory, or from
-it, is timed likewise; each direction has its own link.
+time is exposed and advances the clock. A synchronous collective is fully exposed. A transfer to the host's memory, or
+from it, is timed likewise; each direction has its own link.
 """
 
 import re

@@ -9,7 +9,7 @@ from typing import Any
 
 from gregale.errors import UserError
 from gregale.huggingface.experts import BIAS, FIRST_DENSE, LOSS, MLP_ONLY, MLP_TYPES, FamilyExperts
-from gregale.model.kernels.reference import CLIP_LIMIT, CLIP_SLOPE
+from gregale.model.kernels.operations import CLIP_LIMIT, CLIP_SLOPE
 from gregale.model.llama import GemmaConfig, GptOssConfig, LlamaConfig
 
 LAYER = "model.layers.{layer}."

@@ -27,10 +27,8 @@ from gregale.errors import UserError
 from gregale.model.adapters import Lora
 from gregale.model.config import DTYPES, ComputeConfig, ModelConfig
 from gregale.model.kernels.dispatch import KernelRequest, check_matmul, kernels_for
-from gregale.model.kernels.kernels import ATTENTION_NAME, Kernels
-from gregale.model.kernels.quantised import FORMATS, Quantised, in_eight_bits, quantised_product
-from gregale.model.kernels.quantised_mlp import quantised_mlp
-from gregale.model.kernels.reference import PLAIN
+from gregale.model.kernels.operations import ATTENTION_NAME, PLAIN, Kernels
+from gregale.model.kernels.quantised import FORMATS, Quantised, in_eight_bits, quantised_mlp, quantised_product
 
 Kind = NamedArray | int
 """A layer's index in `LlamaConfig.kinds`; an array without axes in a pipeline, whose stages have different layers."""

@@ -4,8 +4,9 @@
 
 No token is dropped: a device sorts its (token, expert) pairs by expert, and multiplies each expert's rows by its
 matrices (`gregale.model.kernels.grouped`). All experts' weights are gathered for that, like those of other layers; or,
-if `compute` splits `experts`, tokens are sent to the devices of their experts. The code of a device is in `jax.shard_map`, forward and backward, so that what is summed over which mesh axis is written down: outputs
-over that of `mlp`, gradients of weights over those of tokens, nothing over `replica`.
+if `compute` splits `experts`, tokens are sent to the devices of their experts. The code of a device is in
+`jax.shard_map`, forward and backward, so that what is summed over which mesh axis is written down: outputs over that of
+`mlp`, gradients of weights over those of tokens, nothing over `replica`.
 
 In an exchange each device has `experts / devices` of the experts. A round sends a fixed number of rows to each of them,
 a little more than an even share, by one all-to-all. If one device gets more, further rounds send the rest. The number
@@ -32,10 +33,10 @@ from gregale.axes.parameters import FURTHER_ROUNDS, Buffer, rows_to_a_device
 from gregale.model.adapters import ExpertMatrices
 from gregale.model.config import BALANCE, MLP_TARGETS, DecoderConfig, ExpertsConfig, Z
 from gregale.model.execution import Execution
+from gregale.model.kernels.grouped import GroupedMlp
 from gregale.model.kernels.grouped_int8 import Integers, integers_of
-from gregale.model.kernels.grouped_mlp import GroupedMlp
+from gregale.model.kernels.operations import GATED
 from gregale.model.kernels.quantised import EightBits
-from gregale.model.kernels.reference import GATED
 from gregale.model.layers import Mlp
 from gregale.model.losses import Losses
 

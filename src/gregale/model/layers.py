@@ -17,8 +17,7 @@ from gregale.axes.parameters import position_order
 from gregale.model.cache import Cache, DecodeStep
 from gregale.model.config import DecoderConfig, LayerKind, RotaryScaling
 from gregale.model.execution import Execution, Kind, named
-from gregale.model.kernels.kernels import Kernels
-from gregale.model.kernels.reference import PLAIN
+from gregale.model.kernels.operations import PLAIN, Kernels
 
 CHANNEL = "channel"  # of several axes, one after the other
 

@@ -19,7 +19,7 @@ from gregale.model.config import ACTIVATIONS, MEANING, SHAPE, DecoderConfig, Exp
 from gregale.model.embedding import embed
 from gregale.model.execution import Execution, Kind
 from gregale.model.experts import LOAD, Experts, with_balance
-from gregale.model.kernels.reference import capped
+from gregale.model.kernels.operations import capped
 from gregale.model.layers import Attention, Mlp, RmsNorm
 from gregale.model.loss import losses_of_head, target_scores
 from gregale.model.losses import Z_LOSS, Losses

@@ -13,7 +13,7 @@ from gregale.axes.gather import scattered
 from gregale.axes.layout import Layout, unmapped_if_one
 from gregale.axes.parameters import loss_blocks
 from gregale.model.execution import Execution
-from gregale.model.kernels.reference import capped
+from gregale.model.kernels.operations import capped
 from gregale.model.losses import Logits
 
 ALL = Logits()

@@ -11,7 +11,7 @@ from gregale.communication.pipeline.stage import STAGE
 from gregale.communication.pipeline.window import GATHER_LEVELS
 from gregale.model.adapters import factors_or_all
 from gregale.model.execution import PROJECTIONS, Execution, LayerFunction
-from gregale.model.kernels.kernels import ATTENTION_NAME
+from gregale.model.kernels.operations import ATTENTION_NAME
 from gregale.settings import Settings, setting, whole
 
 # The values, by the layer's names, that an iteration keeps for the backward pass beside the stages' inputs.

@@ -11,8 +11,8 @@ from haliax import Axis
 
 from gregale.axes.layout import BATCH
 from gregale.model.kernels.blocked import CPU_ROWS
-from gregale.model.kernels.cpu.kernels import cpu_kernels
-from gregale.model.kernels.reference import PLAIN
+from gregale.model.kernels.cpu import cpu_kernels
+from gregale.model.kernels.operations import PLAIN
 from gregale.model.layers import POSITION, linear, rotate
 from gregale.model.llama import LlamaConfig, Mlp
 

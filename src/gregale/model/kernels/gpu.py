@@ -1,4 +1,4 @@
-"""Causal attention by cuDNN's fused kernels: JAX's two operations for them, with our own differentiation rule.
+"""Causal attention by cuDNN for NVIDIA GPUs.
 
 `jax.nn.dot_product_attention` has a rule too. Ours names its residuals, so that remat policies can save them. It keeps
 the segments instead of their mask, which is [position, position]. It does not compute the mask's gradient. It treats
@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from gregale.model.kernels.kernels import ATTENTION_NAME
-from gregale.model.kernels.sinks import sink_gradients, with_sinks
+from gregale.model.kernels.operations import ATTENTION_NAME, sink_gradients, with_sinks
 
 HEAD_SIZE_MULTIPLE = 8
 LARGEST_HEAD_SIZE = 128

@@ -11,9 +11,15 @@ from haliax import NamedArray
 from haliax.nn import Linear
 
 from gregale.model.kernels.blocked import attend
-from gregale.model.kernels.gated import gated_with
-from gregale.model.kernels.kernels import Kernels
-from gregale.model.kernels.reference import PLAIN, geglu_gradients, norm_gradients, swiglu_gradients, turned
+from gregale.model.kernels.operations import (
+    PLAIN,
+    Kernels,
+    gated_with,
+    geglu_gradients,
+    norm_gradients,
+    swiglu_gradients,
+    turned,
+)
 
 SWIGLU = gated_with(jax.nn.silu, swiglu_gradients, jax.lax.optimization_barrier)
 GEGLU = gated_with(jax.nn.gelu, geglu_gradients, jax.lax.optimization_barrier)

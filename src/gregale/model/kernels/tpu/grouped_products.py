@@ -1,4 +1,4 @@
-"""Kernels for TPUs that visit a block of rows for one group after another, as megablox does."""
+"""Kernels for TPU that visit a block of rows for one group after another, as megablox does. They import Pallas."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -9,8 +9,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.megablox.gmm import make_group_metadata
 
-from gregale.model.kernels.tpu.eight_bits import MEMORY
-from gregale.model.kernels.tpu.grouped import LANES, ROWS, filled, tile
+from gregale.model.kernels.grouped import GroupedProducts
+from gregale.model.kernels.grouped_int8 import Integers
+from gregale.model.kernels.tpu.blocks import LANES
+from gregale.model.kernels.tpu.grouped import MEGABLOX, ROWS, filled, tile
+from gregale.model.kernels.tpu.products import LARGEST, MEMORY, SMALLEST
 
 BLOCK = 3 * 2**20  # bytes of a block of weights at most: v4 has 16 MiB, and two terms have four blocks
 
@@ -81,3 +84,29 @@ def sum_of_turned(rows: Sequence[jax.Array], weights: Sequence[jax.Array], sizes
 
     terms = [((x, None), (weight, 1)) for x, weight in zip(rows, weights, strict=True)]
     return visited(term, terms, sizes, cores)
+
+
+def grouped_int8(cores: int) -> GroupedProducts:
+    """Return the products for chips whose cores share tiles of outputs."""
+    return GroupedProducts(partial(int8_product, cores=cores), MEGABLOX.weight_gradients)
+
+
+@partial(jax.jit, static_argnames=("transposed", "cores"))
+def int8_product(
+    rows: jax.Array, weights: Integers, sizes: jax.Array, transposed: bool = False, cores: int = 1
+) -> jax.Array:
+    """Multiply integers. A block has all inputs of its rows, because their largest is the scale."""
+    of_inputs, outputs = weights.of_inputs(transposed), 1 if transposed else 2
+
+    def term(x, numbers, scale) -> jax.Array:
+        exact, contracted = x[...].astype(jnp.float32), ((1,), (1 if transposed else 0,))
+        if of_inputs:
+            exact = exact * scale[...]
+        most = jnp.maximum(jnp.max(jnp.abs(exact), axis=1, keepdims=True), SMALLEST)
+        left = jnp.round(exact * (LARGEST / most)).astype(jnp.int8)
+        sums = jax.lax.dot_general(left, numbers[...], (contracted, ((), ())), preferred_element_type=jnp.int32)
+        found = sums.astype(jnp.float32) * (most / LARGEST)
+        return found if of_inputs else found * scale[...]
+
+    scale = weights.scale.reshape(sizes.shape[0], 1, -1), None if of_inputs else 2
+    return visited(term, [((rows, None), (weights.numbers, outputs), scale)], sizes, cores)
