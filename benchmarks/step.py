@@ -43,8 +43,7 @@ from yardstick import Yardstick
 from gregale.audit.hlo import parse, walk
 from gregale.axes.layout import Layout, MeshConfig, make_mesh
 from gregale.axes.mapping import standard_layout
-from gregale.communication.accumulate import accumulate
-from gregale.communication.reduce import ExactReducer
+from gregale.communication.reduce import ExactReducer, accumulate
 from gregale.distributed.devices import THREADS_A_DEVICE, with_flags
 from gregale.distributed.malloc_tuning import keep_memory
 from gregale.methods.psdp import Psdp

@@ -16,7 +16,7 @@ from haliax import NamedArray
 
 from gregale.axes.layout import REPLICA, MeshConfig, make_mesh
 from gregale.axes.mapping import MappingConfig, mapped_layout
-from gregale.communication.pipeline.config import PipelineConfig
+from gregale.communication.pipeline import PipelineConfig
 from gregale.errors import UserError
 from gregale.methods.config import DilocoConfig, StreamingDilocoConfig
 from gregale.model.adapters import merged_weight

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from gregale.axes.layout import REPLICA, MeshConfig
-from gregale.communication.pipeline.config import PipelineConfig
+from gregale.communication.pipeline import PipelineConfig
 from gregale.errors import UserError
 from gregale.inference.generate import BLOCK, Generator
 from gregale.model.config import BalanceConfig, ExpertsConfig

@@ -14,8 +14,8 @@ from haliax import Axis
 
 from gregale.axes.layout import MeshConfig, is_named, make_mesh, named_arrays
 from gregale.axes.parameters import in_layer_order
-from gregale.communication.layer_groups import LayerGroups, cut_layers, joined_layers
-from gregale.communication.pipeline.config import PipelineConfig
+from gregale.communication.pipeline import PipelineConfig
+from gregale.communication.reduce import LayerGroups, cut_layers, joined_layers
 from gregale.errors import UserError
 from gregale.huggingface.families import FAMILIES
 from gregale.huggingface.safetensors import read_header

@@ -9,7 +9,7 @@ import pytest
 
 from gregale.audit import Audit, audit
 from gregale.axes.layout import AXES, MeshConfig, make_mesh
-from gregale.communication.pipeline.config import PipelineConfig
+from gregale.communication.pipeline import PipelineConfig
 from gregale.model.config import BalanceConfig, ComputeConfig, ExpertsConfig
 from gregale.model.llama import LlamaConfig
 from gregale.optim import AdamWConfig, ConstantSchedule

@@ -15,8 +15,7 @@ from gregale.audit import Audit, audit
 from gregale.audit.traffic import bytes_by_axes
 from gregale.axes.layout import REPLICA, Layout
 from gregale.codecs.config import ReduceConfig
-from gregale.communication.pipeline.schedule import Schedule
-from gregale.communication.pipeline.stack import Pipeline
+from gregale.communication.pipeline import Pipeline, Schedule
 from gregale.methods.diloco import Diloco
 from gregale.methods.method import Method
 from gregale.methods.psdp import Psdp

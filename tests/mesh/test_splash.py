@@ -7,8 +7,8 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from gregale.communication.accumulate import accumulate
-from gregale.communication.pipeline.config import PipelineConfig, pipelined_execution
+from gregale.communication.pipeline import PipelineConfig, pipelined_execution
+from gregale.communication.reduce import accumulate
 from gregale.model.execution import Execution
 from gregale.model.kernels.operations import PLAIN, Kernels
 from gregale.model.llama import LlamaConfig

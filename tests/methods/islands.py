@@ -14,7 +14,7 @@ from haliax import Axis, NamedArray
 
 from gregale.axes.layout import Layout
 from gregale.codecs.config import ReduceConfig
-from gregale.communication.shards import on_host
+from gregale.communication.reduce import on_host
 from gregale.methods.diloco import Diloco
 from gregale.methods.fragments import Fragment
 from gregale.methods.island import Island

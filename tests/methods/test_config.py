@@ -13,7 +13,7 @@ from gregale.axes.layout import MeshConfig, make_mesh
 from gregale.axes.mapping import standard_layout
 from gregale.axes.parameters import trainable
 from gregale.codecs.config import ReduceConfig
-from gregale.communication.shards import host_device
+from gregale.communication.reduce import host_device
 from gregale.errors import UserError
 from gregale.methods.config import OUTER, DilocoConfig, MethodContext, PsdpConfig, StreamingDilocoConfig, SyncConfig
 from gregale.methods.diloco import Diloco

@@ -7,7 +7,7 @@ import pytest
 
 from gregale.axes.layout import MeshConfig, make_mesh
 from gregale.axes.mapping import MappingConfig
-from gregale.communication.pipeline.config import PipelineConfig
+from gregale.communication.pipeline import PipelineConfig
 from gregale.errors import UserError
 from gregale.programs.plan.devices import simulated_target
 from gregale.programs.plan.report import experts_of

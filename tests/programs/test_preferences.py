@@ -16,7 +16,7 @@ import yaml
 
 from gregale.axes.layout import is_named, make_mesh
 from gregale.cli import main
-from gregale.communication.accumulate import Accumulated
+from gregale.communication.reduce import Accumulated
 from gregale.data.tokenizers import load_tokenizer
 from gregale.errors import UserError
 from gregale.huggingface.peft import adapter_slots

@@ -13,7 +13,7 @@ from haliax import NamedArray
 
 from gregale.axes.layout import Tree, is_named
 from gregale.axes.parameters import layers_axis
-from gregale.communication.feedback import ErrorState
+from gregale.communication.quantised import ErrorState
 from gregale.methods.schedule import Schedule
 
 FRAGMENT = "fragment"

@@ -34,11 +34,19 @@ from gregale.axes.layout import ISLAND, Layout, Tree, with_shardings
 from gregale.axes.parameters import trainable
 from gregale.codecs.config import ReduceConfig
 from gregale.codecs.feedback import QuantisedArray, load
-from gregale.communication.collective_phases import encoded, remember
-from gregale.communication.feedback import ErrorState, arrays_of, error_shardings, init_error, next_step, updated
-from gregale.communication.reduce import all_gather_params
-from gregale.communication.replica_shards import ShardedLeaf, leaves_of
-from gregale.communication.row_layout import RowLayout, rows_of
+from gregale.communication.quantised import (
+    ErrorState,
+    RowLayout,
+    arrays_of,
+    encoded,
+    error_shardings,
+    init_error,
+    next_step,
+    remember,
+    rows_of,
+    updated,
+)
+from gregale.communication.reduce import ShardedLeaf, all_gather_params, leaves_of
 from gregale.methods.fragments import Fragment, errors_per_fragment
 from gregale.methods.inspection import Inspected, Probe
 from gregale.methods.method import Method, PsdpState, StepMetrics

@@ -8,7 +8,7 @@ from gregale.axes.layout import Layout, MeshConfig
 from gregale.axes.mapping import MappingConfig
 from gregale.checkpoint.retention import CheckpointConfig, ExportConfig
 from gregale.codecs.config import ReduceConfig
-from gregale.communication.pipeline.config import PipelineConfig
+from gregale.communication.pipeline import PipelineConfig
 from gregale.data.config import SOURCES, VALIDATION, DataConfig
 from gregale.distributed.config import AUTO, DistributedConfig
 from gregale.errors import KeyedError, UserError, below

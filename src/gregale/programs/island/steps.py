@@ -14,7 +14,7 @@ import numpy as np
 from haliax import NamedArray
 
 from gregale.checkpoint.finite import not_finite
-from gregale.communication import shards
+from gregale.communication import reduce
 from gregale.data.examples import ExampleBatch, Examples
 from gregale.data.mixtures import ReplicaExamples
 from gregale.distributed.hang_detector import Phase
@@ -306,7 +306,7 @@ class IslandSteps(Steps):
 
 def _down(messages: dict[str, jax.Array], weight: jax.Array, norm: jax.Array) -> commands.Down:
     size = float(norm)
-    return commands.Down(shards.on_host(messages), float(weight), size if math.isfinite(size) else None)
+    return commands.Down(reduce.on_host(messages), float(weight), size if math.isfinite(size) else None)
 
 
 @partial(jax.jit, donate_argnums=0)

@@ -11,9 +11,8 @@ import yaml
 
 from gregale.audit.estimate import is_compared
 from gregale.axes.layout import make_mesh
-from gregale.communication.accumulate import rows_per_part
-from gregale.communication.pipeline.config import SAVED
-from gregale.communication.pipeline.window import GATHER_LEVELS
+from gregale.communication.pipeline import GATHER_LEVELS, SAVED
+from gregale.communication.reduce import rows_per_part
 from gregale.errors import UserError
 from gregale.model.config import GATHER, REMAT
 from gregale.model.execution import execution

@@ -13,8 +13,7 @@ from jax.sharding import Mesh
 
 from gregale.axes.layout import BATCH, EXPERTS, POSITION, Device, Layout
 from gregale.axes.parameters import buffers_of, parameter_count, with_arrays
-from gregale.communication.pipeline.config import pipelined_execution
-from gregale.communication.pipeline.schedule import Schedule
+from gregale.communication.pipeline import Schedule, pipelined_execution
 from gregale.errors import UserError, plugin_errors
 from gregale.methods.config import MethodContext, Methods
 from gregale.methods.method import Method
