@@ -31,7 +31,7 @@ def compiled(chip: str, length: int) -> str:
     from gregale.model.config import ComputeConfig
     from gregale.model.execution import execution
     from gregale.model.llama import Llama, LlamaConfig
-    from gregale.training.compiler_options import compiler_options
+    from gregale.training.compiler import compiler_options
 
     target = topology_target(TOPOLOGIES[chip], 1, None)
     layout = standard_layout(make_mesh(MeshConfig(data=1), target.devices[:1]))

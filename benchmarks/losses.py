@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gregale.codecs.config import FeedbackConfig, ReduceConfig
+from gregale.codecs.codec import FeedbackConfig, ReduceConfig
 from gregale.distributed.malloc_tuning import keep_memory
 from gregale.methods.config import OUTER, DilocoConfig, PsdpConfig, StreamingDilocoConfig, SyncConfig
 from gregale.optim import AdamWConfig, MuonConfig, OptimizerConfig

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.latency import delayed
-from gregale.codecs.config import ReduceConfig
+from gregale.codecs.codec import ReduceConfig
 from gregale.communication.network import NetworkReducer
 from gregale.communication.quantised import rows_of
 from gregale.islands.protocol.split import parts

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from gregale.codecs.config import FIRST_LEGS, SECOND_LEGS
+from gregale.codecs.codec import FIRST_LEGS, SECOND_LEGS
 from gregale.data.sources import SourceConfig
 from gregale.data.tokenizers import TokenizerConfig
 from gregale.huggingface.families import FAMILIES

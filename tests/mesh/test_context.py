@@ -11,7 +11,7 @@ from gregale.audit import Audit, audit
 from gregale.audit.estimate import CPU
 from gregale.audit.traffic import expected_transfers
 from gregale.axes.layout import REPLICA, MeshConfig, make_mesh
-from gregale.codecs.config import FeedbackConfig, ReduceConfig
+from gregale.codecs.codec import FeedbackConfig, ReduceConfig
 from gregale.methods.config import DilocoConfig, StreamingDilocoConfig
 from gregale.model.config import ComputeConfig
 from gregale.model.llama import GemmaConfig

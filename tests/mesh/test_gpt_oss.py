@@ -12,7 +12,7 @@ from gregale.errors import UserError
 from gregale.inference.generate import BLOCK, Generator
 from gregale.model.config import BalanceConfig, ExpertsConfig
 from gregale.model.llama import GptOssConfig, Llama
-from gregale.optim.matrices import decays
+from gregale.optim.config import decays
 from tests.inference.test_generate import GREEDY, NO_END, PROMPTS, rows_of
 from tests.mesh.support import executed, kernels_of, layout_of, placed, small_model
 from tests.mesh.test_experts import EMPTY, EXCHANGED, assert_close, set_up_on

@@ -14,7 +14,7 @@ from haliax import NamedArray
 from gregale.audit import Audit, audit
 from gregale.audit.traffic import bytes_by_axes
 from gregale.axes.layout import REPLICA, Layout
-from gregale.codecs.config import ReduceConfig
+from gregale.codecs.codec import ReduceConfig
 from gregale.communication.pipeline import Pipeline, Schedule
 from gregale.methods.diloco import Diloco
 from gregale.methods.method import Method
@@ -22,8 +22,7 @@ from gregale.methods.psdp import Psdp
 from gregale.methods.schedule import Schedule as OuterSchedule
 from gregale.methods.traffic import PsdpTraffic
 from gregale.optim import Optimizer
-from gregale.training.state import initial_state
-from gregale.training.stepper import Stepper
+from gregale.training.state import Stepper, initial_state
 from tests.communication.pipeline.test_stack import TOLERANCE, Embed, plain, problem, stack_of
 from tests.mesh.support import layout_of, placed
 

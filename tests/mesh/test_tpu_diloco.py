@@ -17,8 +17,7 @@ from gregale.methods.schedule import Schedule
 from gregale.model.execution import Execution
 from gregale.model.llama import Llama, LlamaConfig
 from gregale.optim import SgdConfig
-from gregale.training.state import abstract_state
-from gregale.training.stepper import Stepper
+from gregale.training.state import Stepper, abstract_state
 from tests.mesh.support import token_batch
 
 pytestmark = pytest.mark.usefixtures("compiled_anew")  # plans tell what the compiler warns of

@@ -13,7 +13,7 @@ import optax
 from haliax import Axis, NamedArray
 
 from gregale.axes.layout import Layout
-from gregale.codecs.config import ReduceConfig
+from gregale.codecs.codec import ReduceConfig
 from gregale.communication.reduce import on_host
 from gregale.methods.diloco import Diloco
 from gregale.methods.fragments import Fragment
@@ -22,8 +22,7 @@ from gregale.methods.island_outer import HostOuter
 from gregale.methods.psdp import Psdp
 from gregale.methods.schedule import Schedule
 from gregale.optim import Optimizer
-from gregale.training.state import initial_state
-from gregale.training.stepper import Stepper
+from gregale.training.state import Stepper, initial_state
 from tests.communication.links import all_together
 from tests.mesh.support import layout_of
 

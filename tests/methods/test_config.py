@@ -12,7 +12,7 @@ import pytest
 from gregale.axes.layout import MeshConfig, make_mesh
 from gregale.axes.mapping import standard_layout
 from gregale.axes.parameters import trainable
-from gregale.codecs.config import ReduceConfig
+from gregale.codecs.codec import ReduceConfig
 from gregale.communication.reduce import host_device
 from gregale.errors import UserError
 from gregale.methods.config import OUTER, DilocoConfig, MethodContext, PsdpConfig, StreamingDilocoConfig, SyncConfig

@@ -18,8 +18,7 @@ from gregale.programs.runtime import setup as setup_module
 from gregale.programs.runtime.evaluation import EvaluationText, Evaluator
 from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import TrainConfig
-from gregale.training.state import TrainState
-from gregale.training.stepper import Stepper
+from gregale.training.state import Stepper, TrainState
 from tests.programs.tiny import EVALUATE, write_inputs
 
 # What the program of a step follows from.

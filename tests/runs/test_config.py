@@ -10,7 +10,7 @@ import pytest
 from gregale.checkpoint.leaves import arrays_by_name
 from gregale.checkpoint.retention import CheckpointConfig
 from gregale.cli import PROGRAMS
-from gregale.codecs.config import ReduceConfig
+from gregale.codecs.codec import ReduceConfig
 from gregale.data.config import DataConfig
 from gregale.data.sources import TextSource
 from gregale.data.tokenizers import BpeConfig
@@ -19,8 +19,7 @@ from gregale.islands.protocol.settings import heal_seconds, timing_of
 from gregale.methods.config import DilocoConfig, SyncConfig
 from gregale.model.config import Llama3Scaling
 from gregale.model.llama import LlamaConfig
-from gregale.optim.config import AdamWConfig, LionConfig, OptimizerConfig, SgdConfig
-from gregale.optim.groups import GroupConfig
+from gregale.optim.config import AdamWConfig, GroupConfig, LionConfig, OptimizerConfig, SgdConfig
 from gregale.optim.schedules import ConstantSchedule
 from gregale.runs.config import BatchConfig, DistributedConfig, EvaluationConfig, SamplesConfig, TrainConfig
 from gregale.runs.config_diff import changes

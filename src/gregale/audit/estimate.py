@@ -27,7 +27,7 @@ from gregale.axes.layout import (
     is_layers,
 )
 from gregale.axes.parameters import LossBlocks, chunks_reached, exchanges_rows, loss_blocks, rows_to_a_device
-from gregale.codecs.formats import WireFormat
+from gregale.codecs.codec import WireFormat
 
 
 @dataclass(frozen=True)

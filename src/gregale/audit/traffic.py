@@ -28,7 +28,7 @@ from gregale.audit.estimate import (
     values,
 )
 from gregale.axes.layout import CONTEXT, EMBED, LORA_RANK, MODEL, REPLICA, ROUTER, SHARED_GATE, Layout, is_layers
-from gregale.codecs.formats import WireFormat
+from gregale.codecs.codec import WireFormat
 
 
 @dataclass(frozen=True)

@@ -238,7 +238,7 @@ IN_BLOCK = "in_block"
 
 
 class Blocks(Protocol):
-    """A block codec (`gregale.codecs.blocks.BlockCodec`)."""
+    """A block codec (`gregale.codecs.codec.BlockCodec`)."""
 
     @property
     def block(self) -> int: ...

@@ -10,8 +10,7 @@ from typing import NamedTuple, Protocol
 import jax
 import numpy as np
 
-from gregale.codecs.config import ReduceConfig
-from gregale.codecs.feedback import QuantisedArray
+from gregale.codecs.codec import QuantisedArray, ReduceConfig
 from gregale.communication.quantised import RowLayout, RowPrograms, no_error, row_programs
 from gregale.communication.reduce import host_device
 

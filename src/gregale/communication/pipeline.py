@@ -1,4 +1,4 @@
-"""A pipeline of stages over the mesh axis `stage`: its schedule, and the loop that runs microbatches through the layers.
+"""A pipeline of stages over the mesh axis `stage`: its schedule, and the loop over microbatches.
 
 The movement is linear in the activations and depends only on the iteration's number, so its transpose needs no saved
 values. Every array has the stage as its first dimension and lives on the mesh axis `stage`.

@@ -6,7 +6,7 @@ never summed, and all replicas decode the same bytes, so replicas stay equal to 
 arrays of a tree as one message, for one latency instead of one per array. A message is small, an eighth of the tree at
 4 bits.
 
-It also has the programs that a member of a group runs for a row, on its processor.
+The module also has the programs that a member of a group runs for a row, on its processor.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,9 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gregale.audit.traffic import FLOAT32, Transfer
 from gregale.axes.layout import REPLICA, Layout, Tree, is_layers, is_named
-from gregale.codecs.codec import Codec, FloatCodec
-from gregale.codecs.config import ReduceConfig
-from gregale.codecs.feedback import QuantisedArray, load, next_error, store, stored_block
+from gregale.codecs.codec import Codec, FloatCodec, QuantisedArray, ReduceConfig, load, next_error, store, stored_block
 from gregale.communication.reduce import ExactReducer, ShardedLeaf, leaves_of
 
 

@@ -28,7 +28,7 @@ from gregale.axes.layout import BATCH, REPLICA, Layout, Tree, is_named, vmap_ove
 from gregale.axes.parameters import layer_numbers, layer_order, layers_axis
 from gregale.errors import UserError, multiples_near
 from gregale.model.losses import Losses, losses_of
-from gregale.optim.clipping import global_norm
+from gregale.optim.config import global_norm
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import optax
 
 from gregale.axes.layout import ISLAND, Layout, is_named
 from gregale.axes.parameters import layer_order, layers_axis, trainable
-from gregale.codecs.config import ReduceConfig
+from gregale.codecs.codec import ReduceConfig
 from gregale.errors import UserError, below
 from gregale.methods.diloco import Diloco
 from gregale.methods.island import Island

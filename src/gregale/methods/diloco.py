@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gregale.audit.estimate import ParameterShape
 from gregale.axes.layout import Layout, Tree, vmap_over
 from gregale.axes.parameters import buffers_of, layer_order, trainable
-from gregale.codecs.config import ReduceConfig
+from gregale.codecs.codec import ReduceConfig
 from gregale.communication.quantised import QuantisationLoss, QuantisedReducer
 from gregale.communication.reduce import ExactReducer
 from gregale.errors import UserError

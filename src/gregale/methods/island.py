@@ -32,8 +32,7 @@ from jax.sharding import PartitionSpec
 from gregale.audit.estimate import ParameterShape
 from gregale.axes.layout import ISLAND, Layout, Tree, with_shardings
 from gregale.axes.parameters import trainable
-from gregale.codecs.config import ReduceConfig
-from gregale.codecs.feedback import QuantisedArray, load
+from gregale.codecs.codec import QuantisedArray, ReduceConfig, load
 from gregale.communication.quantised import (
     ErrorState,
     RowLayout,

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gregale.axes.layout import Tree, is_named
-from gregale.codecs.feedback import QuantisedArray
+from gregale.codecs.codec import QuantisedArray
 from gregale.communication.network import NetworkReducer, OwnError, Reduced
 from gregale.communication.quantised import no_error
 from gregale.communication.reduce import host_device, on_devices, shards_here

@@ -13,7 +13,7 @@ from haliax import NamedArray
 from gregale.audit.estimate import ParameterShape
 from gregale.axes.layout import AxisMapping, Layout, Tree
 from gregale.axes.parameters import buffers_of, frozen_of, holding, static_of, trainable, with_arrays
-from gregale.codecs.config import ReduceConfig
+from gregale.codecs.codec import ReduceConfig
 from gregale.communication.quantised import QuantisationLoss, QuantisedReducer, Reducer
 from gregale.communication.reduce import Accumulated, ExactReducer, accumulate, cut_layers, joined_layers
 from gregale.methods.inspection import Inspected, Probe, inspected

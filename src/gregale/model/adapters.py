@@ -14,8 +14,7 @@ from haliax.nn import Linear
 
 from gregale.axes.layout import BATCH, EMBED, LORA_RANK, POSITION, is_layers, is_named
 from gregale.axes.parameters import Frozen, QuantisedWeight, is_buffer, is_parameter, is_quantised
-from gregale.codecs.blocks import UniformCodec
-from gregale.codecs.normal_float import NormalFloatCodec
+from gregale.codecs.codec import NormalFloatCodec, UniformCodec
 from gregale.errors import UserError
 from gregale.model.config import EXPERT_TARGETS, TARGETS, LoraConfig
 

@@ -7,7 +7,7 @@ from typing import Any
 from gregale.axes.layout import Layout, MeshConfig
 from gregale.axes.mapping import MappingConfig
 from gregale.checkpoint.retention import CheckpointConfig, ExportConfig
-from gregale.codecs.config import ReduceConfig
+from gregale.codecs.codec import ReduceConfig
 from gregale.communication.pipeline import PipelineConfig
 from gregale.data.config import SOURCES, VALIDATION, DataConfig
 from gregale.distributed.config import AUTO, DistributedConfig

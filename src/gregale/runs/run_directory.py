@@ -10,7 +10,7 @@ from typing import Any
 
 from gregale.checkpoint.manifest import MANIFEST, METADATA, root_of
 from gregale.checkpoint.retention import committed_steps, folder_name
-from gregale.codecs.config import ReduceConfig
+from gregale.codecs.codec import ReduceConfig
 from gregale.errors import UserError
 from gregale.methods.config import SyncConfig
 from gregale.runs.config import TrainConfig

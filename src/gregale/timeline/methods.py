@@ -6,7 +6,7 @@ Steps count from 1, layers from 1 (nearest the input), fragments from 0.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from gregale.codecs.formats import CODECS, WireFormat, wire_format
+from gregale.codecs.codec import CODECS, WireFormat, wire_format
 from gregale.errors import UserError
 from gregale.timeline.model import Workload
 

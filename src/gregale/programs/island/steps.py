@@ -36,8 +36,7 @@ from gregale.programs.train.step_log import Observers
 from gregale.programs.train.steps import Batch, Steps
 from gregale.storage import StoragePath
 from gregale.storage.jsonl_writer import FileJsonlWriter, ObjectJsonlWriter
-from gregale.training.state import StepReport, TrainState
-from gregale.training.stepper import Stepper
+from gregale.training.state import Stepper, StepReport, TrainState
 
 Tree = Any
 THREADS = 4

@@ -31,7 +31,7 @@ from gregale.methods.method import Method
 from gregale.model.config import DTYPES
 from gregale.model.execution import execution
 from gregale.objectives import DpoConfig, NextTokenConfig
-from gregale.training.compiler_options import compiler_options, sums_behind
+from gregale.training.compiler import compiler_options, sums_behind
 
 if TYPE_CHECKING:
     from gregale.programs.runtime.setup import Setup

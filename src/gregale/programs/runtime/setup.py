@@ -34,9 +34,8 @@ from gregale.programs.runtime.run_layout import check_axes, checked_layout
 from gregale.runs.config import TrainConfig
 from gregale.runs.plugins import code_digests
 from gregale.tracking.callback import Callback
-from gregale.training.compiler_options import check_compiler_options, compiler_options
-from gregale.training.state import TrainState, abstract_state, initial_state, new_spikes, state_shardings
-from gregale.training.stepper import Stepper
+from gregale.training.compiler import check_compiler_options, compiler_options
+from gregale.training.state import Stepper, TrainState, abstract_state, initial_state, new_spikes, state_shardings
 
 VOCABULARY_MULTIPLE = 64
 MAX_PARAMETERS = 10**15

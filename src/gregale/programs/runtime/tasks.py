@@ -14,7 +14,7 @@ from gregale.errors import UserError
 from gregale.evaluation.tasks.continuations import encoded
 from gregale.evaluation.tasks.files import Task, read_tasks
 from gregale.evaluation.tasks.kinds import Pair, Question, Score
-from gregale.inference.token_sampling import Sampling
+from gregale.inference.generate import Sampling
 from gregale.programs.runtime.scoring import Scorer
 from gregale.programs.runtime.setup import Setup
 from gregale.programs.sample.chat import chat_prompts

@@ -38,7 +38,7 @@ from gregale.runs import run_paths
 from gregale.runs.config import EvaluationConfig, TrainConfig
 from gregale.runs.run_directory import RunDirectory
 from gregale.storage import ObjectPath, parallel_map, storage_path
-from gregale.training.compilation_cache import keep_compiled
+from gregale.training.compiler import keep_compiled
 from gregale.training.state import TrainState
 
 Read = Callable[[str], NamedArray]

@@ -18,8 +18,7 @@ from gregale.data.tokenizers import load_tokenizer
 from gregale.distributed.signals import ended_by_signals
 from gregale.errors import UserError
 from gregale.huggingface.folder import CONFIG, read_json
-from gregale.inference.generate import BLOCK, Prompt, multiple_of
-from gregale.inference.token_sampling import Sampling
+from gregale.inference.generate import BLOCK, Prompt, Sampling, multiple_of
 from gregale.programs.command import Command
 from gregale.programs.runtime.trained_model import find_run, open_trained
 from gregale.programs.sample.chat import ChatPrompts, Dialogue, chat_prompts, converse, lines_of_user

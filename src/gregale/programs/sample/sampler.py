@@ -12,9 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from gregale.axes.layout import BATCH, POSITION, Layout, MeshConfig, make_mesh, named_arrays
 from gregale.axes.mapping import standard_layout
 from gregale.data.tokenizers import Tokenizer
-from gregale.inference.generate import BLOCK, Generator, Prompt
-from gregale.inference.logits import UncachedDecoder, sampling_form
-from gregale.inference.token_sampling import Sampling
+from gregale.inference.generate import BLOCK, Generator, Prompt, Sampling, UncachedDecoder, sampling_form
 from gregale.model.execution import execution
 from gregale.programs.runtime.setup import Setup
 from gregale.programs.sample.prompts import batches_of

@@ -46,7 +46,7 @@ from gregale.tracking.callback import RunInfo
 from gregale.tracking.choices import open_trackers
 from gregale.tracking.console import Console
 from gregale.tracking.profile import Profile, Window
-from gregale.training.compilation_cache import keep_compiled
+from gregale.training.compiler import keep_compiled
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from gregale.distributed.elapsed import Elapsed
 from gregale.distributed.hang_detector import Phase
 from gregale.errors import UserError
 from gregale.evaluation.bigram import bigram_bits_per_byte
-from gregale.inference.token_sampling import Sampling
+from gregale.inference.generate import Sampling
 from gregale.programs.runtime.checkpointed import checkpoint_metadata, checkpointed
 from gregale.programs.runtime.evaluation import format_losses
 from gregale.programs.runtime.setup import Setup

@@ -28,8 +28,7 @@ from gregale.programs.train.inspection import is_due
 from gregale.runs.config import TrainConfig
 from gregale.runs.process_agreement import agree_on_text
 from gregale.tracking.choices import check_installed
-from gregale.training.state import abstract_state
-from gregale.training.stepper import Stepper
+from gregale.training.state import Stepper, abstract_state
 
 OF_A_STEP, OF_AN_EVALUATION = "a step", "an evaluation"
 FIRST_STEPS = 10_000  # of a stage, in which its programs are looked for

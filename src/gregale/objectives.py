@@ -1,4 +1,4 @@
-"""Objectives by `type`, and the passes of the model that they are computed from."""
+"""Training objectives by `type`: the loss of the next token, or of preferences (DPO)."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -6,16 +6,17 @@ from typing import Any, ClassVar
 import draccus
 import haliax as hax
 import jax
+import jax.numpy as jnp
 from haliax import NamedArray
 
 from gregale.axes.layout import BATCH, POSITION
 from gregale.axes.parameters import with_arrays
-from gregale.inference.logits import scores
+from gregale.inference.generate import scores
 from gregale.model.adapters import without_adapters
 from gregale.model.config import Batch
 from gregale.model.execution import Execution
 from gregale.model.losses import Losses
-from gregale.settings import Settings
+from gregale.settings import Settings, above, setting
 
 
 @dataclass(frozen=True)
@@ -82,3 +83,32 @@ class NextTokenConfig(ObjectiveConfig):
 
     def loss(self, passes: Passes) -> Losses | tuple[jax.Array, jax.Array]:
         return passes.model.loss(passes.batch, passes.execution)
+
+
+@ObjectiveConfig.register_subclass("dpo")
+@dataclass(frozen=True)
+class DpoConfig(ObjectiveConfig):
+    """DPO (arXiv 2305.18290): -log sigmoid(reward of chosen - reward of rejected), a mean over pairs.
+
+    The reward of an answer is beta * (log p(answer) - log p_reference(answer)), with sums over its tokens. The
+    reference is the model without its adapters, or without adapters the model of `start_from`.
+    """
+
+    rows_together = 2
+    needs_reference = True
+
+    beta: float = setting(0.1, "scale of the rewards", range=above(0), aliases=("dpo_beta",), by_topic=True)
+
+    def loss(self, passes: Passes) -> Losses:
+        """Return the sums over pairs; one without targets in both rows has the weight 0."""
+        reference = passes.log_probs(passes.reference)
+        rewards = self.beta * (passes.log_probs(passes.model) - jax.lax.stop_gradient(reference))
+        chosen, rejected = of_pairs(rewards)
+        weights = jnp.minimum(*of_pairs(passes.supervised)) > 0
+        margin = chosen - rejected
+        metrics = {"margin": margin, "accuracy": margin > 0, "chosen": chosen, "rejected": rejected}
+        return Losses(
+            jnp.sum(weights * -jax.nn.log_sigmoid(margin)),
+            jnp.sum(weights, dtype=jnp.float32),
+            metrics={f"reward_{name}": jnp.sum(weights * each) for name, each in metrics.items()},
+        )
