@@ -9,8 +9,7 @@ from gregale.codecs.codec import FIRST_LEGS, SECOND_LEGS
 from gregale.data.sources import SourceConfig
 from gregale.data.tokenizers import TokenizerConfig
 from gregale.huggingface.families import FAMILIES
-from gregale.methods.config import SyncConfig
-from gregale.methods.outer_config import OuterConfig
+from gregale.methods.config import OuterConfig, SyncConfig
 from gregale.model.config import ModelConfig
 from gregale.objectives import ObjectiveConfig
 from gregale.optim import OptimizerConfig, ScheduleConfig

@@ -11,9 +11,8 @@ from gregale.audit.overlap import ends
 from gregale.axes.layout import MeshConfig, make_mesh
 from gregale.axes.mapping import standard_layout
 from gregale.methods.diloco import Diloco
-from gregale.methods.fragments import Fragment
 from gregale.methods.psdp import Psdp
-from gregale.methods.schedule import Schedule
+from gregale.methods.schedule import Fragment, Schedule
 from gregale.model.execution import Execution
 from gregale.model.llama import Llama, LlamaConfig
 from gregale.optim import SgdConfig

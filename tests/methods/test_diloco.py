@@ -16,12 +16,9 @@ from gregale.axes.layout import MeshConfig, make_mesh
 from gregale.axes.mapping import standard_layout
 from gregale.codecs.codec import ReduceConfig
 from gregale.communication.quantised import QuantisedReducer
-from gregale.methods.diloco import Diloco
-from gregale.methods.fragments import FRAGMENT, Fragment
-from gregale.methods.outer import QuantisedOuter, sending_layout
+from gregale.methods.diloco import Diloco, QuantisedOuter, sending_layout, sync_axis
 from gregale.methods.psdp import Psdp
-from gregale.methods.replicas import sync_axis
-from gregale.methods.schedule import Schedule
+from gregale.methods.schedule import FRAGMENT, Fragment, Schedule
 from gregale.optim import Optimizer
 from gregale.training.state import Stepper, initial_state
 

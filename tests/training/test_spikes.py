@@ -8,7 +8,7 @@ import numpy as np
 
 from gregale.axes.layout import MeshConfig
 from gregale.methods.config import DilocoConfig
-from gregale.methods.spikes import SpikesConfig, SpikeWindow
+from gregale.methods.method import SpikesConfig, SpikeWindow
 from gregale.training.state import Stepper, counted_step, initial_state
 from tests.mesh.support import held, token_batch
 from tests.mesh.test_mapping import EMPTY, ONE, POSITIONS, ROWS, VOCABULARY, set_up_on

@@ -15,8 +15,8 @@ from jax.sharding import NamedSharding
 from gregale.axes.layout import Tree
 from gregale.communication.quantised import RowLayout
 from gregale.communication.reduce import ShardedLeaf, keys_here
-from gregale.methods.fragments import Fragment
 from gregale.methods.island import Island
+from gregale.methods.schedule import Fragment
 
 
 class FragmentShards(NamedTuple):

@@ -46,14 +46,10 @@ from gregale.communication.quantised import (
     updated,
 )
 from gregale.communication.reduce import ShardedLeaf, all_gather_params, leaves_of
-from gregale.methods.fragments import Fragment, errors_per_fragment
-from gregale.methods.inspection import Inspected, Probe
-from gregale.methods.method import Method, PsdpState, StepMetrics
-from gregale.methods.outer import pseudo_gradient
+from gregale.methods.diloco import mixed_with, pseudo_gradient
+from gregale.methods.method import Inspected, Limits, Method, Probe, PsdpState, SpikesConfig, StepMetrics
 from gregale.methods.psdp import Psdp
-from gregale.methods.round import mixed_with
-from gregale.methods.schedule import Schedule
-from gregale.methods.spikes import Limits, SpikesConfig
+from gregale.methods.schedule import Fragment, Schedule, errors_per_fragment
 from gregale.methods.traffic import PsdpTraffic
 from gregale.model.config import CompilerOptions
 

@@ -16,9 +16,7 @@ from gregale.axes.parameters import buffers_of, frozen_of, holding, static_of, t
 from gregale.codecs.codec import ReduceConfig
 from gregale.communication.quantised import QuantisationLoss, QuantisedReducer, Reducer
 from gregale.communication.reduce import Accumulated, ExactReducer, accumulate, cut_layers, joined_layers
-from gregale.methods.inspection import Inspected, Probe, inspected
-from gregale.methods.method import Method, PsdpState, StepMetrics
-from gregale.methods.spikes import Limits, SpikesConfig
+from gregale.methods.method import Inspected, Limits, Method, Probe, PsdpState, SpikesConfig, StepMetrics, inspected
 from gregale.methods.traffic import PsdpTraffic
 from gregale.model.losses import Losses
 from gregale.optim.config import Optimizer

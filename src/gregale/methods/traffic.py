@@ -21,8 +21,7 @@ from gregale.audit.traffic import (
 from gregale.axes.layout import Layout, Tree, named_arrays
 from gregale.axes.parameters import trainable
 from gregale.communication.quantised import QuantisedReducer, Reducer
-from gregale.methods.fragments import Fragment, sizes_of
-from gregale.methods.schedule import Schedule, StepFragments
+from gregale.methods.schedule import Fragment, Schedule, StepFragments, sizes_of
 
 SYNCHRONISE = "synchronise"
 STEP_KINDS = {(True, False): "send", (False, True): "apply", (True, True): "send_and_apply"}

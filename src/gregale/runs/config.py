@@ -13,7 +13,7 @@ from gregale.data.config import SOURCES, VALIDATION, DataConfig
 from gregale.distributed.config import AUTO, DistributedConfig
 from gregale.errors import KeyedError, UserError, below
 from gregale.methods.config import PsdpConfig, SyncConfig
-from gregale.methods.spikes import SpikesConfig
+from gregale.methods.method import SpikesConfig
 from gregale.model.config import SHAPE, AdapterConfig, ComputeConfig
 from gregale.model.llama import LlamaConfig, ModelConfig
 from gregale.objectives import NextTokenConfig, ObjectiveConfig

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gregale.axes.layout import Tree, with_shardings
-from gregale.methods.method import Method, StepMetrics
-from gregale.methods.spikes import SpikeWindow
+from gregale.methods.method import Method, SpikeWindow, StepMetrics
 from gregale.model.config import CompilerOptions
 from gregale.training.compiler import fast_compile_options
 

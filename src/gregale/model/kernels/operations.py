@@ -4,8 +4,8 @@ With attention sinks, a logit of each query that has no value (arXiv 2309.17453)
 
     output = sum over keys j of: exp(s_j) v_j / (exp(sink) + sum over j of exp(s_j))
 
-Kernels know nothing of sinks. A query's log-sum-exp gives the factor of its output; with this output and the log-sum-exp
-of the whole sum, the backward pass of a kernel without sinks is exact.
+Kernels know nothing of sinks. A query's log-sum-exp gives the factor of its output; with this output and the
+log-sum-exp of the whole sum, the backward pass of a kernel without sinks is exact.
 """
 
 from collections.abc import Callable

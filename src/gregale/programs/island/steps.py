@@ -25,9 +25,9 @@ from gregale.islands.data_leases import DataLeases
 from gregale.islands.driver import Driver
 from gregale.islands.follower import Follower
 from gregale.islands.inner_optimizer_state import InnerOptimizerState, on_host, taken_over
-from gregale.methods.fragments import Fragment
 from gregale.methods.island import Island
 from gregale.methods.island_outer import HostOuter, OuterView
+from gregale.methods.schedule import Fragment
 from gregale.programs.runtime.batches import Placement
 from gregale.programs.runtime.setup import Setup
 from gregale.programs.train.next_programs import NextPrograms
