@@ -13,9 +13,9 @@ from gregale.methods.config import OuterConfig, SyncConfig
 from gregale.model.config import ModelConfig
 from gregale.objectives import ObjectiveConfig
 from gregale.optim import OptimizerConfig, ScheduleConfig
-from gregale.settings.suggestions import known_entries
+from gregale.settings.decoding import known_entries
 from gregale.tracking.callback import CallbackConfig
-from gregale.tracking.choices import TrackerConfig
+from gregale.tracking.trackers import TrackerConfig
 
 EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
 REGISTRIES = (

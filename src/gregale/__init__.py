@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gregale.runs.config import TrainConfig
     from gregale.settings import setting
     from gregale.tracking.callback import Callback, CallbackConfig
-    from gregale.tracking.choices import TrackerConfig
+    from gregale.tracking.trackers import TrackerConfig
 
 __all__ = [
     "Callback",
@@ -54,7 +54,7 @@ _MODULES = {
     "SourceConfig": "gregale.data.sources",
     "SyncConfig": "gregale.methods.config",
     "TokenizerConfig": "gregale.data.tokenizers",
-    "TrackerConfig": "gregale.tracking.choices",
+    "TrackerConfig": "gregale.tracking.trackers",
     "TrainConfig": "gregale.runs.config",
     "TrainingResult": "gregale.programs.python_api",
     "UserError": "gregale.errors",

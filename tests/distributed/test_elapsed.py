@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from gregale.checkpoint.retention import CheckpointConfig
+from gregale.checkpoint.store import CheckpointConfig
 from gregale.distributed.elapsed import Elapsed
 from gregale.errors import KeyedError
 

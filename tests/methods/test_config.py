@@ -21,7 +21,7 @@ from gregale.optim import AdamWConfig, GroupConfig, LinearSchedule, MuonConfig, 
 from gregale.programs.runtime.expert_parallelism import set_up
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
-from gregale.settings.config_schema import TYPE_NAMES, entries
+from gregale.settings.decoding import TYPE_NAMES, entries
 from tests.mesh.support import layout_of
 from tests.methods.islands import psdp_on
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from gregale import __version__ as gregale_version
-from gregale.checkpoint.leaves import arrays_by_name
+from gregale.checkpoint.files import arrays_by_name
 from gregale.checkpoint.store import Checkpoints
 from gregale.data.examples import Examples
 from gregale.programs.runtime.checkpointed import checkpoint_template

@@ -7,8 +7,8 @@ from typing import Any, get_args
 import jax
 import pytest
 
-from gregale.checkpoint.leaves import arrays_by_name
-from gregale.checkpoint.retention import CheckpointConfig
+from gregale.checkpoint.files import arrays_by_name
+from gregale.checkpoint.store import CheckpointConfig
 from gregale.cli import PROGRAMS
 from gregale.codecs.codec import ReduceConfig
 from gregale.data.config import DataConfig
@@ -26,9 +26,8 @@ from gregale.runs.config_diff import changes
 from gregale.runs.islands import IslandsConfig
 from gregale.runs.parsing import dump, load
 from gregale.settings import Settings
-from gregale.settings.config_schema import choices, entries, is_registry, type_name, types_of
-from gregale.settings.suggestions import known_entries, section_of
-from gregale.tracking.choices import TensorBoardConfig, WandbConfig
+from gregale.settings.decoding import choices, entries, is_registry, known_entries, section_of, type_name, types_of
+from gregale.tracking.trackers import TensorBoardConfig, WandbConfig
 
 BASE = TrainConfig("a", 10)
 

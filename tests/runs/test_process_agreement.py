@@ -18,8 +18,8 @@ from gregale.errors import UserError
 from gregale.programs.island.stages import MUST_AGREE
 from gregale.runs.config import TrainConfig
 from gregale.runs.process_agreement import MAY_DIFFER, matches, process_terms
-from gregale.settings.config_schema import entries
-from gregale.tracking.choices import WandbConfig
+from gregale.settings.decoding import entries
+from gregale.tracking.trackers import WandbConfig
 
 CONFIG = TrainConfig("tiny", 4)
 

@@ -13,7 +13,7 @@ from gregale.huggingface.typed_json import TypedJson
 from gregale.model.config import LinearScaling, Llama3Scaling, RotaryScaling, YarnScaling
 from gregale.model.llama import LlamaConfig
 from gregale.settings import at_least, whole
-from gregale.settings.config_schema import types_of
+from gregale.settings.decoding import types_of
 
 SIZES = {
     "num_hidden_layers": "layers",

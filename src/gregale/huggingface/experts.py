@@ -9,7 +9,7 @@ from gregale.huggingface.typed_json import TypedJson
 from gregale.model.config import BalanceConfig, ExpertsConfig
 from gregale.model.llama import LlamaConfig
 from gregale.settings import whole
-from gregale.settings.config_schema import types_of
+from gregale.settings.decoding import types_of
 
 MLP_ONLY, FIRST_DENSE = "mlp_only_layers", "first_k_dense_replace"
 SPARSE_STEP, MLP_TYPES = "decoder_sparse_step", "mlp_layer_types"

@@ -22,7 +22,7 @@ from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load as read
 from gregale.runs.run_paths import RunPaths
 from gregale.runs.run_summary import last_entries
-from gregale.settings.config_schema import TYPE, choice_name, is_registry
+from gregale.settings.decoding import TYPE, choice_name, is_registry
 from gregale.storage import StoragePath, storage_path
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from gregale.axes.layout import Layout, MeshConfig
 from gregale.axes.mapping import MappingConfig
-from gregale.checkpoint.retention import CheckpointConfig, ExportConfig
+from gregale.checkpoint.store import CheckpointConfig, ExportConfig
 from gregale.codecs.codec import ReduceConfig
 from gregale.communication.pipeline import PipelineConfig
 from gregale.data.config import SOURCES, VALIDATION, DataConfig
@@ -23,7 +23,7 @@ from gregale.runs.stages import Stage, number_after, stages_of
 from gregale.settings import Fixed, Settings, at_least, check_name, check_path, setting, shown, whole
 from gregale.storage import is_url, storage_path
 from gregale.tracking.callback import CallbackConfig
-from gregale.tracking.choices import TrackerConfig, check_each_once
+from gregale.tracking.trackers import TrackerConfig, check_each_once
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 from itertools import count
 from typing import Any
 
-from gregale.checkpoint.manifest import MANIFEST, METADATA, root_of
-from gregale.checkpoint.retention import committed_steps, folder_name
+from gregale.checkpoint.files import MANIFEST, METADATA, root_of
+from gregale.checkpoint.store import committed_steps, folder_name
 from gregale.codecs.codec import ReduceConfig
 from gregale.errors import UserError
 from gregale.methods.config import SyncConfig
@@ -19,7 +19,7 @@ from gregale.runs.parsing import decoded, dump, load
 from gregale.runs.run_lock import LOCK
 from gregale.runs.run_paths import RunPaths, is_evaluation
 from gregale.storage import ObjectPath, RetryPolicy, StoragePath, StoreError, parallel_map, write_bytes
-from gregale.storage.jsonl_reader import Entries, read_entries
+from gregale.storage.jsonl import Entries, read_entries
 from gregale.version import __version__
 
 _SHORT_RETRIES = RetryPolicy(seconds=5.0, silence_seconds=5.0)

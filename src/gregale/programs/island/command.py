@@ -62,9 +62,9 @@ from gregale.runs.islands import IslandsConfig
 from gregale.runs.run_directory import RunDirectory
 from gregale.settings import setting
 from gregale.storage import StoragePath, StoreError, write_bytes
-from gregale.storage.jsonl_writer import ResumePoint, lines_at
+from gregale.storage.jsonl import ResumePoint, lines_at
 from gregale.tracking.callback import Callbacks, RunInfo
-from gregale.tracking.choices import open_trackers
+from gregale.tracking.trackers import open_trackers
 
 ADDRESS, OUTER = "island.address", "outer"
 LEASE_PERIODS = 4

@@ -3,7 +3,7 @@
 import math
 import time
 
-from gregale.checkpoint.finite import not_finite
+from gregale.checkpoint.files import not_finite
 from gregale.checkpoint.multihost import first_message
 from gregale.checkpoint.store import Checkpoints
 from gregale.data.preparation import Corpus

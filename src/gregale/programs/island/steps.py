@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import NamedArray
 
-from gregale.checkpoint.finite import not_finite
+from gregale.checkpoint.files import not_finite
 from gregale.communication import reduce
 from gregale.data.examples import ExampleBatch, Examples
 from gregale.data.mixtures import ReplicaExamples
@@ -35,7 +35,7 @@ from gregale.programs.train.resume import Start
 from gregale.programs.train.step_log import Observers
 from gregale.programs.train.steps import Batch, Steps
 from gregale.storage import StoragePath
-from gregale.storage.jsonl_writer import FileJsonlWriter, ObjectJsonlWriter
+from gregale.storage.jsonl import FileJsonlWriter, ObjectJsonlWriter
 from gregale.training.state import Stepper, StepReport, TrainState
 
 Tree = Any

@@ -18,7 +18,7 @@ from gregale.programs.runtime.trained_model import find_origin
 from gregale.runs.config import BatchConfig, TrainConfig
 from gregale.runs.config_diff import changes
 from gregale.settings import Settings
-from gregale.settings.config_schema import TYPE
+from gregale.settings.decoding import TYPE
 
 MODEL, BATCH = "model", "batch"
 SMALL: Mapping[str, Any] = {

@@ -11,8 +11,7 @@ from functools import partial
 import jax
 
 from gregale.checkpoint.multihost import agreed, by_first_process, first_message
-from gregale.checkpoint.retention import committed_steps
-from gregale.checkpoint.store import Checkpoints
+from gregale.checkpoint.store import Checkpoints, committed_steps
 from gregale.data.preparation import Corpus
 from gregale.data.sources.base import expand
 from gregale.data.tokenizers import fewest_tokens, save_tokenizer
@@ -43,9 +42,9 @@ from gregale.runs.stages import number_after
 from gregale.settings import Settings, setting, whole
 from gregale.storage import storage_path
 from gregale.tracking.callback import RunInfo
-from gregale.tracking.choices import open_trackers
 from gregale.tracking.console import Console
 from gregale.tracking.profile import Profile, Window
+from gregale.tracking.trackers import open_trackers
 from gregale.training.compiler import keep_compiled
 
 

@@ -27,7 +27,7 @@ from gregale.programs.runtime.setup import Setup, check_replicas
 from gregale.programs.train.inspection import is_due
 from gregale.runs.config import TrainConfig
 from gregale.runs.process_agreement import agree_on_text
-from gregale.tracking.choices import check_installed
+from gregale.tracking.trackers import check_installed
 from gregale.training.state import Stepper, abstract_state
 
 OF_A_STEP, OF_AN_EVALUATION = "a step", "an evaluation"
