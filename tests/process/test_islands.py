@@ -17,8 +17,8 @@ import pytest
 from gregale import storage
 from gregale.axes.layout import make_mesh
 from gregale.cli import main
+from gregale.data.mixtures import staged_examples, with_mixture
 from gregale.data.preparation import prepare
-from gregale.data.staged import staged_examples, with_mixture
 from gregale.islands import outer_checkpoint
 from gregale.methods.island import Island
 from gregale.programs.runtime.batches import Placement

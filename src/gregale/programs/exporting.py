@@ -15,9 +15,9 @@ import yaml
 from gregale.axes.layout import Layout, MeshConfig
 from gregale.axes.parameters import parameter_count
 from gregale.checkpoint.multihost import by_first_process, messages_of_all
-from gregale.data.chat.encoding import ChatEncoder
-from gregale.data.progress import progress_bars, silent
+from gregale.data.chat.renderer import ChatEncoder
 from gregale.data.sources.base import expand
+from gregale.data.store import progress_bars, silent
 from gregale.data.tokenizers import Tokenizer, load_tokenizer
 from gregale.distributed.config import DistributedConfig
 from gregale.distributed.devices import start_devices

@@ -13,8 +13,8 @@ import numpy as np
 from gregale.axes.parameters import parameter_count
 from gregale.data.chat.template import given_template
 from gregale.data.config import DataConfig
-from gregale.data.progress import progress_bars
 from gregale.data.sources.base import expand
+from gregale.data.store import progress_bars
 from gregale.data.tokenizers import FileConfig, LibraryTokenizer, save_tokenizer
 from gregale.errors import UserError
 from gregale.huggingface.folder import (

@@ -14,8 +14,8 @@ import jax
 
 from gregale.checkpoint.multihost import messages_of_all
 from gregale.data.config import VALIDATION
-from gregale.data.parts import json_sha256
 from gregale.data.preparation import Corpus
+from gregale.data.store import json_sha256
 from gregale.distributed.agreement import difference, format_term, from_text, to_text
 from gregale.distributed.liveness import process_label
 from gregale.distributed.settings_check import RULE

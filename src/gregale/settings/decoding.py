@@ -3,9 +3,9 @@
 `other_projects.toml` has a row for each key; `docs/migration.md` shows them, and messages about unknown keys look keys
 up in them. `<name>` in a key stands for any name.
 
-The decoder collects the mistakes of all keys (unknown, missing, of a wrong type, out of range) and raises them as one error.
-draccus provides the registries of choices and the encoding. This module has its own decoder, because that of draccus
-reports class names and hides the errors of configuration classes.
+The decoder collects the mistakes of all keys (unknown, missing, of a wrong type, out of range) and raises them as one
+error. draccus provides the registries of choices and the encoding. This module has its own decoder, because that of
+draccus reports class names and hides the errors of configuration classes.
 """
 
 import re

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from gregale.data.chat.encoding import ChatEncoder
+from gregale.data.chat.renderer import ChatEncoder
 from gregale.data.chat.template import built_in
 from gregale.data.sources.chat import ChatSource
 from gregale.data.tokenizers import BytesTokenizer

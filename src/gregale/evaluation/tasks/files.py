@@ -13,9 +13,8 @@ from difflib import get_close_matches
 from pathlib import PurePath
 from typing import Any
 
-from gregale.data.sources.base import BYTE_ORDER_MARK, encodable, expand, files_matching
-from gregale.data.sources.files import read_bytes
-from gregale.data.sources.jsonl import parsed
+from gregale.data.sources.base import BYTE_ORDER_MARK, encodable, expand, files_matching, read_bytes
+from gregale.data.sources.text import parsed
 from gregale.errors import UserError
 from gregale.evaluation.tasks.kinds import KINDS, Form, Question, Score, extracted
 from gregale.evaluation.tasks.published import PUBLISHED, name_of

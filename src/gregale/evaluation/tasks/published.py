@@ -12,9 +12,8 @@ from difflib import get_close_matches
 from pathlib import PurePath
 from typing import Any
 
-from gregale.data.sources.base import BYTE_ORDER_MARK
-from gregale.data.sources.files import read_bytes
-from gregale.data.sources.jsonl import parsed
+from gregale.data.sources.base import BYTE_ORDER_MARK, read_bytes
+from gregale.data.sources.text import parsed
 from gregale.errors import UserError
 from gregale.evaluation.tasks.kinds import Form
 from gregale.settings import did_you_mean

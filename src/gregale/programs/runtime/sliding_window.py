@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gregale.data.stream import DocumentStream
+from gregale.data.examples import DocumentStream
 from gregale.data.tokenizers import Tokenizer
 from gregale.errors import UserError
 from gregale.evaluation.tasks.continuations import Continuation

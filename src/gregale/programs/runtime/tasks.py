@@ -8,8 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from gregale.checkpoint.multihost import messages_of_all
-from gregale.data.special_names import counter_of_names, taken_as_text
-from gregale.data.tokenizers import Tokenizer
+from gregale.data.tokenizers import Tokenizer, counter_of_names, taken_as_text
 from gregale.errors import UserError
 from gregale.evaluation.tasks.continuations import encoded
 from gregale.evaluation.tasks.files import Task, read_tasks

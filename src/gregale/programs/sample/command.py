@@ -13,8 +13,7 @@ from typing import Any, TextIO, cast
 
 from gregale.axes.layout import BATCH, MeshConfig
 from gregale.data.sources.base import expand
-from gregale.data.special_names import counter_of_names, taken_as_text
-from gregale.data.tokenizers import load_tokenizer
+from gregale.data.tokenizers import counter_of_names, load_tokenizer, taken_as_text
 from gregale.distributed.signals import ended_by_signals
 from gregale.errors import UserError
 from gregale.huggingface.folder import CONFIG, read_json

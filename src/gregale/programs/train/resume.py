@@ -6,8 +6,8 @@ from typing import NamedTuple
 import jax
 
 from gregale.checkpoint.store import Checkpoints, Restored
+from gregale.data.mixtures import Mixtures, sources_of, with_mixture
 from gregale.data.preparation import Corpus
-from gregale.data.staged import Mixtures, sources_of, with_mixture
 from gregale.data.tokenizers import Tokenizer, load_tokenizer
 from gregale.errors import UserError
 from gregale.huggingface.folder import copy_beside

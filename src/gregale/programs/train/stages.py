@@ -12,7 +12,7 @@ import jax
 from gregale.axes.layout import make_mesh, with_shardings
 from gregale.axes.parameters import is_quantised, parameter_count
 from gregale.data.preparation import Corpus, prepare
-from gregale.data.progress import Report
+from gregale.data.store import Report
 from gregale.data.tokenizer_training import naming
 from gregale.data.tokenizers import fewest_tokens
 from gregale.errors import UserError
