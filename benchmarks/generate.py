@@ -37,7 +37,7 @@ from step import cpu_seconds, plain
 from gregale.axes.layout import BATCH, make_mesh
 from gregale.axes.parameters import parameter_count
 from gregale.data.examples import Examples, make_example
-from gregale.distributed.malloc_tuning import keep_memory
+from gregale.distributed.devices import keep_memory
 from gregale.inference.generate import BLOCK, Generator, Prompt, Sampling
 from gregale.model.execution import execution
 from gregale.model.llama import Llama

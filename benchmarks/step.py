@@ -44,8 +44,7 @@ from gregale.audit.hlo import parse, walk
 from gregale.axes.layout import Layout, MeshConfig, make_mesh
 from gregale.axes.mapping import standard_layout
 from gregale.communication.reduce import ExactReducer, accumulate
-from gregale.distributed.devices import THREADS_A_DEVICE, with_flags
-from gregale.distributed.malloc_tuning import keep_memory
+from gregale.distributed.devices import THREADS_A_DEVICE, keep_memory, with_flags
 from gregale.methods.psdp import Psdp
 from gregale.model.config import ComputeConfig
 from gregale.model.execution import Execution, execution

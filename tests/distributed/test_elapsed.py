@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from gregale.checkpoint.store import CheckpointConfig
-from gregale.distributed.elapsed import Elapsed
+from gregale.distributed.liveness import Elapsed
 from gregale.errors import KeyedError
 
 

@@ -17,8 +17,7 @@ from haliax import Axis
 from transformers import CONFIG_MAPPING
 
 from gregale.errors import UserError
-from gregale.huggingface.config import read_config, written_config
-from gregale.huggingface.exportable import exported_family, family_that_has, lacking
+from gregale.huggingface.config import exported_family, family_that_has, lacking, read_config, written_config
 from gregale.huggingface.families import FAMILIES, Family
 from gregale.huggingface.typed_json import TypedJson
 from gregale.model.config import BalanceConfig, ExpertsConfig, RotaryScaling, YarnScaling

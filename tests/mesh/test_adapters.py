@@ -17,8 +17,8 @@ from haliax.nn import Linear
 from gregale.audit import audit
 from gregale.axes.layout import LORA_RANK, is_named, make_mesh
 from gregale.errors import UserError
+from gregale.huggingface.families import parameters_of
 from gregale.huggingface.peft import adapter_slots
-from gregale.huggingface.tensor_names import parameters_of
 from gregale.methods.diloco import Diloco
 from gregale.model.adapters import Lora, quantised
 from gregale.model.config import MLP_TARGETS, LoraConfig

@@ -17,11 +17,9 @@ from gregale.axes.parameters import in_layer_order
 from gregale.communication.pipeline import PipelineConfig
 from gregale.communication.reduce import LayerGroups, cut_layers, joined_layers
 from gregale.errors import UserError
-from gregale.huggingface.families import FAMILIES
+from gregale.huggingface.families import FAMILIES, parameters_of, path_of, slots_of
 from gregale.huggingface.safetensors import read_header
-from gregale.huggingface.tensor_names import parameters_of, path_of, slots_of
-from gregale.huggingface.weights import read_model
-from gregale.huggingface.writing import Writer, plan_files, slots_by_name
+from gregale.huggingface.weights import Writer, plan_files, read_model, slots_by_name
 from gregale.methods.config import StreamingDilocoConfig
 from gregale.model.llama import LlamaConfig
 from gregale.programs.runtime.expert_parallelism import set_up

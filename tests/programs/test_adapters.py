@@ -19,9 +19,9 @@ from gregale.axes.parameters import with_arrays
 from gregale.cli import main
 from gregale.data.tokenizers import load_tokenizer
 from gregale.errors import UserError
+from gregale.huggingface.families import parameters_of, slots_of
 from gregale.huggingface.folder import ADAPTER, read_json
 from gregale.huggingface.peft import FREE, adapter_slots, check_settings
-from gregale.huggingface.tensor_names import parameters_of, slots_of
 from gregale.model.config import LoraConfig
 from gregale.model.llama import Llama
 from gregale.model.losses import losses_of

@@ -15,7 +15,7 @@ from haliax import Axis
 
 from gregale.cli import main
 from gregale.errors import UserError
-from gregale.huggingface.exportable import exported_family
+from gregale.huggingface.config import exported_family
 from gregale.model.config import ModelConfig
 from gregale.model.llama import Block, Llama, LlamaConfig
 from tests.docs.pages import ROOT, blocks

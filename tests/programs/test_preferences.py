@@ -19,8 +19,8 @@ from gregale.cli import main
 from gregale.communication.reduce import Accumulated
 from gregale.data.tokenizers import load_tokenizer
 from gregale.errors import UserError
+from gregale.huggingface.families import parameters_of, path_of, slots_of
 from gregale.huggingface.peft import adapter_slots
-from gregale.huggingface.tensor_names import parameters_of, path_of, slots_of
 from gregale.programs.runtime.adapters import family_of
 from gregale.programs.runtime.expert_parallelism import set_up
 from gregale.programs.runtime.setup import Setup

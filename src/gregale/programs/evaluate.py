@@ -17,7 +17,7 @@ from gregale.data.tokenizer_training import naming
 from gregale.data.tokenizers import Tokenizer, load_tokenizer
 from gregale.distributed.signals import ended_by_signals
 from gregale.errors import UserError
-from gregale.evaluation.tasks.files import Task, read_tasks
+from gregale.evaluation.tasks import Task, read_tasks
 from gregale.programs.command import Command
 from gregale.programs.runtime import sliding_window
 from gregale.programs.runtime.checkpointed import mixtures_of, newer_masks, recorded

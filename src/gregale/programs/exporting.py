@@ -20,14 +20,12 @@ from gregale.data.sources.base import expand
 from gregale.data.store import progress_bars, silent
 from gregale.data.tokenizers import Tokenizer, load_tokenizer
 from gregale.distributed.config import DistributedConfig
-from gregale.distributed.devices import start_devices
+from gregale.distributed.devices import release_memory, start_devices
 from gregale.distributed.liveness import monitor_peers
-from gregale.distributed.malloc_tuning import release_memory
 from gregale.distributed.signals import ended_by_signals
 from gregale.errors import UserError
-from gregale.huggingface.config import written_config
-from gregale.huggingface.exportable import exported_family
-from gregale.huggingface.families import Family
+from gregale.huggingface.config import exported_family, written_config
+from gregale.huggingface.families import Family, Slot, slots_of
 from gregale.huggingface.folder import (
     BESIDE,
     CONFIG,
@@ -40,9 +38,8 @@ from gregale.huggingface.folder import (
     write_json,
 )
 from gregale.huggingface.peft import ADAPTER_WEIGHTS, adapter_slots
-from gregale.huggingface.tensor_names import Slot, slots_of
 from gregale.huggingface.tokenizer import write_template, write_tokenizer
-from gregale.huggingface.writing import (
+from gregale.huggingface.weights import (
     Dtypes,
     Files,
     Writer,

@@ -17,6 +17,7 @@ from gregale.data.sources.base import expand
 from gregale.data.store import progress_bars
 from gregale.data.tokenizers import FileConfig, LibraryTokenizer, save_tokenizer
 from gregale.errors import UserError
+from gregale.huggingface.families import slots_of
 from gregale.huggingface.folder import (
     CONFIG,
     TOKENIZER,
@@ -28,13 +29,10 @@ from gregale.huggingface.folder import (
     write_json,
 )
 from gregale.huggingface.hub import model_folder, model_name
-from gregale.huggingface.mxfp4 import Packed
-from gregale.huggingface.safetensors import Tensor, plan_file
-from gregale.huggingface.tensor_names import slots_of
+from gregale.huggingface.safetensors import Packed, Tensor, plan_file
 from gregale.huggingface.tokenizer import end_of_document, rebuilt, rowless, tokenizer_of
 from gregale.huggingface.typed_json import TypedJson
-from gregale.huggingface.weights import check_finite, check_tied
-from gregale.huggingface.writing import write_index
+from gregale.huggingface.weights import check_finite, check_tied, write_index
 from gregale.model.config import ComputeConfig
 from gregale.programs.command import Command
 from gregale.programs.runtime.setup import padded_vocabulary

@@ -14,7 +14,7 @@ from haliax import Axis
 
 from gregale.checkpoint.files import not_finite
 from gregale.checkpoint.store import Checkpoints
-from gregale.distributed.hang_detector import Phase, Progress, ThreadProgress
+from gregale.distributed.liveness import Phase, Progress, ThreadProgress
 from gregale.distributed.signals import StopRequest
 from gregale.islands.host_worker import OuterSnapshot
 from gregale.islands.protocol.headers import seed

@@ -28,7 +28,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from gregale.distributed.agreement import listed
+from gregale.distributed.rendezvous import listed
 
 BEATS_PER_TIMEOUT = 5
 NEVER = 10**6  # needed members of those that only join a fleet: it begins at the first coordinator of several

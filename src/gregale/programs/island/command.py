@@ -13,7 +13,7 @@ import jax
 import gregale
 from gregale.checkpoint.multihost import by_first_process, first_message, messages_of_all
 from gregale.data.sources.base import expand
-from gregale.distributed.hang_detector import Phase
+from gregale.distributed.liveness import Phase
 from gregale.errors import UserError
 from gregale.islands import outer_checkpoint
 from gregale.islands.data_leases import DataLeases

@@ -17,7 +17,7 @@ from gregale.checkpoint.files import not_finite
 from gregale.communication import reduce
 from gregale.data.examples import ExampleBatch, Examples
 from gregale.data.mixtures import ReplicaExamples
-from gregale.distributed.hang_detector import Phase
+from gregale.distributed.liveness import Phase
 from gregale.distributed.signals import StopRequest
 from gregale.errors import UserError
 from gregale.islands import trainer_command as commands

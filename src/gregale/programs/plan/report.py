@@ -11,7 +11,7 @@ from gregale.audit.traffic import bytes_by_axes
 from gregale.axes.mapping import mapping_rows
 from gregale.axes.parameters import parameter_count
 from gregale.formatting import listed
-from gregale.huggingface.tensor_names import parameters_of
+from gregale.huggingface.families import parameters_of
 from gregale.methods.island import Island
 from gregale.model.execution import execution
 from gregale.programs.plan.devices import Target

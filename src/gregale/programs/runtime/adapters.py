@@ -10,12 +10,11 @@ from gregale.axes.layout import is_named
 from gregale.axes.parameters import trainable
 from gregale.data.sources.base import expand
 from gregale.errors import UserError
-from gregale.huggingface.exportable import family_that_has
-from gregale.huggingface.families import Family
+from gregale.huggingface.config import family_that_has
+from gregale.huggingface.families import Family, Slot, parameters_of, path_of, slots_of
 from gregale.huggingface.folder import ADAPTER, CONFIG, read_json, write_json
 from gregale.huggingface.hub import REPOSITORY
 from gregale.huggingface.peft import adapter_settings, adapter_slots, read_adapters
-from gregale.huggingface.tensor_names import Slot, parameters_of, path_of, slots_of
 from gregale.model.config import LoraConfig
 from gregale.model.llama import LlamaConfig
 from gregale.programs.runtime.checkpointed import recorded

@@ -11,7 +11,7 @@ from haliax import Axis, NamedArray
 
 from gregale.axes.layout import BATCH
 from gregale.data.tokenizers import Tokenizer
-from gregale.evaluation.tasks.continuations import NOTHING, Continuations, filled
+from gregale.evaluation.tasks import NOTHING, Continuations, filled
 from gregale.inference.generate import check_scored, scores
 from gregale.model.layers import POSITION
 from gregale.programs.runtime.batches import Placement

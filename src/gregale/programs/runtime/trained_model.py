@@ -24,8 +24,8 @@ from gregale.data.tokenizers import SAVED_NAME, load_tokenizer
 from gregale.distributed.config import DistributedConfig
 from gregale.distributed.devices import start_devices
 from gregale.errors import UserError
+from gregale.huggingface.families import parameters_of, path_of
 from gregale.huggingface.folder import BESIDE, CONFIG, WEIGHTS, check_files, open_folder
-from gregale.huggingface.tensor_names import parameters_of, path_of
 from gregale.huggingface.weights import read_model, reader
 from gregale.inference.generate import multiple_of
 from gregale.model.adapters import factor_paths, merged_weight

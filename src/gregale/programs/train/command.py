@@ -16,8 +16,7 @@ from gregale.data.preparation import Corpus
 from gregale.data.sources.base import expand
 from gregale.data.tokenizers import fewest_tokens, save_tokenizer
 from gregale.distributed.devices import start_devices
-from gregale.distributed.hang_detector import Phase, Progress
-from gregale.distributed.liveness import monitor_peers
+from gregale.distributed.liveness import Phase, Progress, monitor_peers
 from gregale.distributed.signals import SIGNALS, StopRequest, ended_by_signals
 from gregale.errors import UserError
 from gregale.programs.command import Command

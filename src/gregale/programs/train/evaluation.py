@@ -9,8 +9,7 @@ from gregale.atomic_files import os_error_text
 from gregale.checkpoint.multihost import first_message
 from gregale.checkpoint.store import Checkpoints
 from gregale.data.preparation import Corpus
-from gregale.distributed.elapsed import Elapsed
-from gregale.distributed.hang_detector import Phase
+from gregale.distributed.liveness import Elapsed, Phase
 from gregale.errors import UserError
 from gregale.evaluation.bigram import bigram_bits_per_byte
 from gregale.inference.generate import Sampling

@@ -18,7 +18,7 @@ from haliax import NamedArray
 
 from gregale.axes.parameters import layers_axis, names_of_arrays
 from gregale.data.examples import MORE_BYTES, Examples
-from gregale.distributed.hang_detector import Phase, Progress
+from gregale.distributed.liveness import Phase, Progress
 from gregale.methods.method import Inspected, Method, Probe
 from gregale.programs.runtime.batches import GlobalBatches
 from gregale.programs.runtime.parameter_groups import rules_of

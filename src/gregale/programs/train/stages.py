@@ -16,7 +16,7 @@ from gregale.data.store import Report
 from gregale.data.tokenizer_training import naming
 from gregale.data.tokenizers import fewest_tokens
 from gregale.errors import UserError
-from gregale.evaluation.tasks.files import read_tasks
+from gregale.evaluation.tasks import read_tasks
 from gregale.islands.stages import stage_rounds
 from gregale.methods.island import Island
 from gregale.methods.method import Method
