@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from tests.programs.tiny import finished, lines, saved_state, start, write_config, write_inputs
+from tests.programs.tiny import FAST_TO_COMPILE, finished, lines, saved_state, start, write_config, write_inputs
 
 STEPS = 200
 MOST_DIFFERENCES = 10
@@ -35,17 +35,19 @@ STAGES = [
     {"from": 60, "sync": DILOCO | {"warmup_steps": 0}},
     {"from": 120, "batch": {"sequence_length": 16}, "mesh": {"replica": 2, "data": 4, "model": 1}},
 ]
+PIPELINE = {"mesh": {"stage": 3, "replica": 2}, "cpu_devices": 6, "pipeline": {}, "batch__size": 12}
+PIPELINE |= {"model__layers": 6, "model__hidden": 36}
 RUNS: dict[str, dict[str, Any]] = {
     "psdp": {"batch__microbatches": 2},
     "diloco": {"sync": DILOCO, "mesh": {"replica": 4, "data": 2}},
     "streaming": {"sync": STREAMING, "mesh": {"replica": 2, "data": 4}},
     "int4": {"sync": STREAMING, "reduce": INT4, "mesh": {"replica": 4, "data": 2}},
-    "pipeline": {"mesh": {"stage": 3, "replica": 2}, "model__layers": 6, "cpu_devices": 6, "pipeline": {}},
+    "pipeline": PIPELINE,
     "context": {"mesh": {"context": 2, "replica": 2, "data": 2}},
     "experts gathered": {"model": EXPERTS, "mesh": {"replica": 2, "data": 4}},
     "experts exchanged": {"model": EXPERTS, "mesh": {"replica": 2, "data": 4}, "mapping": EXCHANGED},
     "adapters": {"adapter": {"rank": 4}, "start_from": "psdp", "mesh": {"replica": 2, "data": 4}},
-    "preferences": {"objective": {"type": "dpo"}, "start_from": "psdp", "mesh": {"replica": 2, "data": 4}},
+    "preferences": {"objective": {"type": "dpo"}, "start_from": "psdp", "mesh": {"replica": 2, "data": 2, "model": 2}},
     "stages": {"stages": STAGES},
     "muon": {"optimizer": MUON, "batch__microbatches": 2},
 }  # fmt: skip
@@ -95,7 +97,7 @@ def recorded(folder: Path, name: str, steps: int) -> dict[str, Any]:
     if "start_from" in config:
         del config["model"]
     path.write_text(yaml.safe_dump(config))
-    code, out, error = finished(start(folder, "train", "golden.yaml", flags=""))
+    code, out, error = finished(start(folder, "train", "golden.yaml", flags=FAST_TO_COMPILE))
     if code:
         raise SystemExit(f"{name}: {error or out}")
     run = folder / "runs" / config["name"]
