@@ -328,7 +328,7 @@ def _demand_completion(world: World, seconds: float) -> None:
     fleet = world.fleets
     _run_until_left(world, fleet, seconds)
     if world.fleets == fleet and (behind := _behind(world)):
-        name = min(world.complete, key=lambda name: (name in world.bad, name))
+        name = min(world.complete, key=lambda name: (world.nodes[name].alive, name in world.bad, name))
         world.bad.discard(name)
         world.log(f"{behind} are left behind: {name} starts again")
         world.start(name)

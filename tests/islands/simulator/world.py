@@ -304,8 +304,11 @@ class World:
         self.log(f"{node.name} has completed the run")
         self.final.add(node.member.outer.digest)
         self.complete.add(node.name)
-        self.disks[node.name] = Checkpoint(*node.trainer.saved()), len(self.invariants.taken.get(node.name, []))
-        forgot = any(each.restarts for each in self.coordinators)  # that others have completed the run
+        _, *others = node.trainer.saved()
+        taken = len(self.invariants.taken.get(node.name, []))
+        self.disks[node.name] = Checkpoint(node.member.outer, *others), taken
+        # A coordinator that has died, or was cut off from those that have completed the run, does not know that.
+        forgot = len(self.coordinators) > 1 or any(each.restarts for each in self.coordinators)
         if len(self.final) > 1 and not (self.invariants.forked and forgot):
             raise BrokenError(f"the run ends with other parameters on {node.name}: {self.final}")
 
