@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from gregale.audit.chips import CHIPS
-from gregale.audit.device_axes import INSIDE
+from gregale.audit.collectives import INSIDE
 from gregale.audit.pallas_cost import visible
 from gregale.audit.roofline import roofline
 from gregale.programs.plan.command import tokens_of

@@ -14,8 +14,7 @@ import time
 from dataclasses import asdict
 from queue import Queue
 
-from gregale.distributed.agreement import to_text
-from gregale.distributed.signing import canonical
+from gregale.distributed.rendezvous import canonical, to_text
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.headers import seed
 from gregale.islands.protocol.member import Member

@@ -34,17 +34,16 @@ import jax
 import numpy as np
 from step import cpu_seconds, plain
 
-from gregale.axes.layout import BATCH
-from gregale.axes.mesh import make_mesh
+from gregale.axes.layout import BATCH, make_mesh
 from gregale.axes.parameters import parameter_count
 from gregale.data.examples import Examples, make_example
-from gregale.distributed.malloc_tuning import keep_memory
-from gregale.inference.generate import BLOCK, Generator, Prompt
-from gregale.inference.token_sampling import Sampling
+from gregale.distributed.devices import keep_memory
+from gregale.inference.generate import BLOCK, Generator, Prompt, Sampling
 from gregale.model.execution import execution
 from gregale.model.llama import Llama
 from gregale.programs.runtime.evaluation import EvaluationText, Evaluator
-from gregale.programs.runtime.setup import Setup, set_up
+from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.setup import Setup
 from gregale.programs.sample.sampler import unsplit
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load

@@ -30,13 +30,14 @@ import numpy as np
 
 from gregale.audit.chips import CHIPS
 from gregale.audit.roofline import model_flops_per_token
-from gregale.axes.mesh import MeshConfig, make_mesh
+from gregale.axes.layout import MeshConfig, make_mesh
 from gregale.distributed.devices import start_devices
-from gregale.model.compute_config import ComputeConfig
-from gregale.model.config import LlamaConfig
+from gregale.model.config import ComputeConfig
+from gregale.model.llama import LlamaConfig
 from gregale.optim import AdamWConfig, ConstantSchedule
 from gregale.programs.plan.shapes import abstract_batch, step_shape
-from gregale.programs.runtime.setup import Setup, set_up
+from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import BatchConfig, DistributedConfig, TrainConfig
 
 WARM_UP_STEPS = 2

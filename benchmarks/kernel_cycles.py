@@ -123,9 +123,8 @@ def worker(run: str, chip: str, head_size: int, block: Block, folder: str) -> No
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     from gregale.audit.hlo import parse
-    from gregale.model.kernels.tpu.backward import Inputs, fused, split
-    from gregale.model.kernels.tpu.forward import forward
-    from gregale.model.kernels.tpu.grid import Kernel as Grid
+    from gregale.model.kernels.tpu.attention import Inputs, forward, fused, split
+    from gregale.model.kernels.tpu.attention import Kernel as Grid
     from gregale.model.kernels.tpu.pairs import Pairs as Sequence
 
     device = topologies.get_topology_desc(TOPOLOGIES[chip], platform="tpu").devices[0]

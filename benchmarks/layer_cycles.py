@@ -26,13 +26,12 @@ def compiled(chip: str, length: int) -> str:
     import jax.numpy as jnp
     from haliax import Axis
 
+    from gregale.axes.layout import MeshConfig, make_mesh
     from gregale.axes.mapping import standard_layout
-    from gregale.axes.mesh import MeshConfig, make_mesh
-    from gregale.model.compute_config import ComputeConfig
-    from gregale.model.config import LlamaConfig
+    from gregale.model.config import ComputeConfig
     from gregale.model.execution import execution
-    from gregale.model.llama import Llama
-    from gregale.training.compiler_options import compiler_options
+    from gregale.model.llama import Llama, LlamaConfig
+    from gregale.training.compiler import compiler_options
 
     target = topology_target(TOPOLOGIES[chip], 1, None)
     layout = standard_layout(make_mesh(MeshConfig(data=1), target.devices[:1]))

@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gregale.codecs.config import FeedbackConfig, ReduceConfig
-from gregale.distributed.malloc_tuning import keep_memory
+from gregale.codecs.codec import FeedbackConfig, ReduceConfig
+from gregale.distributed.devices import keep_memory
 from gregale.methods.config import OUTER, DilocoConfig, PsdpConfig, StreamingDilocoConfig, SyncConfig
 from gregale.optim import AdamWConfig, MuonConfig, OptimizerConfig
 from gregale.runs.config import TrainConfig

@@ -16,8 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gregale.audit.compared import kind_of, sizes_of
-from gregale.audit.step import TPU
+from gregale.audit.estimate import TPU, kind_of, sizes_of
 from gregale.programs.plan.devices import topology_target
 from gregale.programs.plan.memory_only_compile import Request, reported
 from gregale.programs.plan.shapes import estimate, step_shape, tree_bytes

@@ -12,10 +12,8 @@ import time
 
 import numpy as np
 
-from gregale.data.examples import rows_of
-from gregale.data.packing import Packing
-from gregale.data.stream import DocumentStream, InMemory
-from gregale.data.text_bytes import NONE
+from gregale.data.examples import DocumentStream, InMemory, Packing, rows_of
+from gregale.data.tokenizers import NONE
 
 CASES = ((400, 2048), (400, 8192), (1200, 2048), (1200, 4096))  # mean tokens of a document, tokens of a row
 

@@ -40,20 +40,15 @@ import optax
 from haliax import Axis
 from yardstick import Yardstick
 
-from gregale.audit.call_graph import walk
-from gregale.audit.hlo import parse
-from gregale.axes.layout import Layout
+from gregale.audit.hlo import parse, walk
+from gregale.axes.layout import Layout, MeshConfig, make_mesh
 from gregale.axes.mapping import standard_layout
-from gregale.axes.mesh import MeshConfig, make_mesh
-from gregale.communication.accumulate import accumulate
-from gregale.communication.reduce import ExactReducer
-from gregale.distributed.devices import THREADS_A_DEVICE, with_flags
-from gregale.distributed.malloc_tuning import keep_memory
+from gregale.communication.reduce import ExactReducer, accumulate
+from gregale.distributed.devices import THREADS_A_DEVICE, keep_memory, with_flags
 from gregale.methods.psdp import Psdp
-from gregale.model.compute_config import ComputeConfig
-from gregale.model.config import LlamaConfig
+from gregale.model.config import ComputeConfig
 from gregale.model.execution import Execution, execution
-from gregale.model.llama import Llama
+from gregale.model.llama import Llama, LlamaConfig
 from gregale.optim import AdamWConfig, ConstantSchedule
 
 MESHES = {1: MeshConfig(replica=1, data=1, model=1), 8: MeshConfig(replica=2, data=2, model=2)}

@@ -22,9 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gregale.data.build import NamedSource, TokenCache, build_store
-from gregale.data.chunk_cache import ChunkCache
-from gregale.data.progress import silent
 from gregale.data.sources import JsonLinesSource
+from gregale.data.store import ChunkCache, silent
 from gregale.data.tokenizer_training import train_bpe
 from gregale.data.tokenizers import BpeConfig, FileConfig
 

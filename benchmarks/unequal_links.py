@@ -23,9 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.latency import delayed
-from gregale.codecs.config import ReduceConfig
+from gregale.codecs.codec import ReduceConfig
 from gregale.communication.network import NetworkReducer
-from gregale.communication.row_layout import rows_of
+from gregale.communication.quantised import rows_of
 from gregale.islands.protocol.split import parts
 from gregale.islands.transport.group import Group
 from gregale.islands.transport.link_rate import LinkRate

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from gregale.training.compilation_cache import FOLDER
+from gregale.training.compiler import FOLDER
 
 SETTINGS = (FOLDER, "jax_persistent_cache_min_compile_time_secs", "jax_persistent_cache_enable_xla_caches")
 

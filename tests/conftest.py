@@ -101,7 +101,7 @@ def compile_once() -> None:
 
     `pytest --cache-clear` forgets them.
     """
-    from gregale.training.compilation_cache import keep_compiled
+    from gregale.training.compiler import keep_compiled
 
     keep_compiled("auto")
     gc.collect()
@@ -134,7 +134,7 @@ def gs(s3_endpoint, monkeypatch) -> ObjectPath:
 @pytest.fixture(scope="module")
 def compiled_anew(tmp_path_factory) -> Iterator[None]:
     """For a module that looks at what the compiler says beside the program, which no folder keeps: one of its own."""
-    from gregale.training.compilation_cache import keep_compiled
+    from gregale.training.compiler import keep_compiled
     from tests.anew import as_a_process_begins
 
     with as_a_process_begins():

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from gregale.programs.local_fleet import end, make_token
 from gregale.runs.history import ROUNDS
 from gregale.storage import ObjectPath, StoragePath, storage_path
-from gregale.storage.jsonl_reader import Entry, read_entries
+from gregale.storage.jsonl import Entry, read_entries
 from tests.forked import Popen
 from tests.namespaces import Network, Site
 from tests.ports import free_port

@@ -5,18 +5,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from gregale.codecs.config import FIRST_LEGS, SECOND_LEGS
+from gregale.codecs.codec import FIRST_LEGS, SECOND_LEGS
 from gregale.data.sources import SourceConfig
 from gregale.data.tokenizers import TokenizerConfig
 from gregale.huggingface.families import FAMILIES
-from gregale.methods.config import SyncConfig
-from gregale.methods.outer_config import OuterConfig
+from gregale.methods.config import OuterConfig, SyncConfig
 from gregale.model.config import ModelConfig
 from gregale.objectives import ObjectiveConfig
 from gregale.optim import OptimizerConfig, ScheduleConfig
-from gregale.settings.suggestions import known_entries
+from gregale.settings.decoding import known_entries
 from gregale.tracking.callback import CallbackConfig
-from gregale.tracking.choices import TrackerConfig
+from gregale.tracking.trackers import TrackerConfig
 
 EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
 REGISTRIES = (

@@ -13,14 +13,14 @@ import haliax as hax
 import jax
 import numpy as np
 
-from gregale.axes.mesh import MeshConfig, make_mesh
-from gregale.axes.position_order import position_order
+from gregale.axes.layout import MeshConfig, make_mesh
+from gregale.axes.parameters import position_order
 from gregale.distributed.config import DistributedConfig
 from gregale.distributed.devices import start_devices
-from gregale.model.compute_config import ComputeConfig
-from gregale.model.config import LlamaConfig
+from gregale.model.config import ComputeConfig
+from gregale.model.llama import LlamaConfig
 from gregale.optim import AdamWConfig, ConstantSchedule
-from gregale.programs.runtime.setup import set_up
+from gregale.programs.runtime.expert_parallelism import set_up
 from gregale.runs.config import BatchConfig, TrainConfig
 
 DEVICES, VOCABULARY, WARM_UP_ROUNDS = 4, 1024, 1

@@ -12,11 +12,10 @@ from haliax import Axis, NamedArray
 from haliax.nn import Linear
 
 from gregale.axes.layout import EMBED, LAYERS
-from gregale.model.attention import linear
-from gregale.model.base import SHAPE, ModelConfig
+from gregale.model.config import SHAPE, ModelConfig
 from gregale.model.embedding import embed
+from gregale.model.layers import RmsNorm, linear
 from gregale.model.loss import next_token_loss
-from gregale.model.norm import RmsNorm
 from gregale.settings import setting, whole
 
 

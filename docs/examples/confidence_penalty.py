@@ -4,9 +4,8 @@ from dataclasses import dataclass
 
 import haliax as hax
 
-from gregale.model.base import ModelConfig
-from gregale.model.config import LlamaConfig
-from gregale.model.llama import Llama
+from gregale.model.config import ModelConfig
+from gregale.model.llama import Llama, LlamaConfig
 from gregale.model.losses import Losses
 from gregale.settings import at_least, setting
 

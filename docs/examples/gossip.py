@@ -19,8 +19,8 @@ import numpy as np
 
 from gregale.axes.layout import Layout, is_named
 from gregale.methods.config import MixingConfig, SyncConfig
+from gregale.methods.diloco import Mixing
 from gregale.methods.psdp import Psdp
-from gregale.methods.separate import Mixing
 from gregale.settings import setting, whole
 
 

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 
 from gregale.axes.layout import Layout
 from gregale.methods.config import MixingConfig, SyncConfig
+from gregale.methods.diloco import Mixing
 from gregale.methods.psdp import Psdp
-from gregale.methods.separate import Mixing
 from gregale.settings import DECAY, above, setting, whole
 
 

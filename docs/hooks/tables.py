@@ -18,8 +18,7 @@ from gregale.cli import PROGRAMS
 from gregale.cli.invocation import usage
 from gregale.runs.config import TrainConfig
 from gregale.runs.plugins import PluginOptions
-from gregale.settings.config_schema import REQUIRED, Entry, entries
-from gregale.settings.other_projects import counterparts, projects
+from gregale.settings.decoding import REQUIRED, Entry, counterparts, entries, projects
 from gregale.tracking.metrics import METRICS
 
 

@@ -6,13 +6,15 @@
 Every name of `__all__` is imported at its first use, so that `import gregale` imports no other package.
 """
 
+from gregale.version import __version__
+
 TYPE_CHECKING = False  # as `typing` has it, whose import would take longer than all of this module's
 if TYPE_CHECKING:
     from gregale.data.sources import SourceConfig
     from gregale.data.tokenizers import TokenizerConfig
     from gregale.errors import UserError
     from gregale.methods.config import SyncConfig
-    from gregale.model.base import ModelConfig
+    from gregale.model.config import ModelConfig
     from gregale.optim.config import OptimizerConfig
     from gregale.optim.schedules import ScheduleConfig
     from gregale.programs.loaded_model import LoadedModel
@@ -20,9 +22,7 @@ if TYPE_CHECKING:
     from gregale.runs.config import TrainConfig
     from gregale.settings import setting
     from gregale.tracking.callback import Callback, CallbackConfig
-    from gregale.tracking.choices import TrackerConfig
-
-__version__ = "0.2.0"
+    from gregale.tracking.trackers import TrackerConfig
 
 __all__ = [
     "Callback",
@@ -48,13 +48,13 @@ _MODULES = {
     "Callback": "gregale.tracking.callback",
     "CallbackConfig": "gregale.tracking.callback",
     "LoadedModel": "gregale.programs.loaded_model",
-    "ModelConfig": "gregale.model.base",
+    "ModelConfig": "gregale.model.config",
     "OptimizerConfig": "gregale.optim.config",
     "ScheduleConfig": "gregale.optim.schedules",
     "SourceConfig": "gregale.data.sources",
     "SyncConfig": "gregale.methods.config",
     "TokenizerConfig": "gregale.data.tokenizers",
-    "TrackerConfig": "gregale.tracking.choices",
+    "TrackerConfig": "gregale.tracking.trackers",
     "TrainConfig": "gregale.runs.config",
     "TrainingResult": "gregale.programs.python_api",
     "UserError": "gregale.errors",

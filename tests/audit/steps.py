@@ -6,13 +6,14 @@ from math import prod
 import jax
 
 from gregale.audit import Audit, audit
-from gregale.audit.step import StepShape
-from gregale.axes.mesh import MeshConfig, make_mesh
-from gregale.model.compute_config import ComputeConfig
-from gregale.model.config import LlamaConfig
+from gregale.audit.estimate import StepShape
+from gregale.axes.layout import MeshConfig, make_mesh
+from gregale.model.config import ComputeConfig
+from gregale.model.llama import LlamaConfig
 from gregale.programs.plan.shapes import abstract_batch, step_shape
 from gregale.programs.plan.step import known_trips
-from gregale.programs.runtime.setup import Setup, set_up
+from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import BatchConfig, TrainConfig
 
 MODEL = LlamaConfig(layers=3, hidden=32, heads=8, kv_heads=4, mlp=64, vocabulary=320)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gregale.audit.device_axes import BETWEEN, INSIDE, UNKNOWN, Placement
+from gregale.audit.collectives import BETWEEN, INSIDE, UNKNOWN, Placement
 from tests.audit.test_groups import counted_groups
 
 meshes_and_axes = st.lists(st.integers(2, 4), min_size=1, max_size=4).flatmap(

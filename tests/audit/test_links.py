@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from gregale.audit.chips import chip
-from gregale.audit.collectives import Collective
-from gregale.audit.links import Grid
+from gregale.audit.collectives import Collective, Grid
 
 BYTES = 1 << 20
 V5E = 45e9  # bytes a second of a link

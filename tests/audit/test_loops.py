@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from gregale.audit import audit
-from gregale.audit.call_graph import walk
-from gregale.audit.hlo import parse
-from gregale.audit.loops import _iterations
+from gregale.audit.hlo import _iterations, parse, walk
 
 
 @pytest.fixture(scope="module")

@@ -8,20 +8,22 @@ from jax._src.ad_checkpoint import saved_residuals
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gregale.audit.memory import (
+from gregale.audit.estimate import (
+    ACCELERATOR,
+    CPU,
+    TPU,
+    StepShape,
     bytes_on_device,
     compiler_memory,
     estimate_memory,
     layer_activations,
     values_of_a_layer,
 )
-from gregale.audit.step import ACCELERATOR, CPU, TPU, StepShape
 from gregale.axes.mapping import MappingConfig
-from gregale.model.adapter_config import TARGETS, LoraConfig
+from gregale.model.config import TARGETS, ExpertsConfig, LoraConfig
 from gregale.model.execution import execution
-from gregale.model.experts_config import ExpertsConfig
-from gregale.model.kernels.cpu.kernels import cpu_kernels
-from gregale.model.kernels.reference import PLAIN
+from gregale.model.kernels.cpu import cpu_kernels
+from gregale.model.kernels.operations import PLAIN
 from gregale.model.kernels.tpu.blocks import LANES
 from gregale.model.kernels.tpu.kernels import tpu_kernels
 from gregale.objectives import DpoConfig

@@ -6,9 +6,8 @@ import pytest
 
 from gregale.audit import audit
 from gregale.audit.chips import Ici, chip
-from gregale.audit.device_axes import BETWEEN, INSIDE
+from gregale.audit.collectives import BETWEEN, INSIDE, Grid
 from gregale.audit.hlo import parse
-from gregale.audit.links import Grid
 from gregale.audit.overlap import HOST, Rates, ends, schedule_of
 from gregale.audit.pallas_cost import Kernels
 from tests.audit.conftest import stored_program

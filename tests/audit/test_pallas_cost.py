@@ -4,9 +4,8 @@ from importlib.resources import files
 
 import pytest
 
-from gregale.audit.call_graph import walk
 from gregale.audit.chips import chip
-from gregale.audit.hlo import parse
+from gregale.audit.hlo import parse, walk
 from gregale.audit.pallas_cost import (
     PRODUCTS,
     TABLE,

@@ -7,9 +7,8 @@ import pytest
 from gregale.audit.chips import chip
 from gregale.audit.roofline import Work, model_flops_per_token, roofline, work_of
 from gregale.axes.parameters import trainable
-from gregale.model.adapter_config import LoraConfig
+from gregale.model.config import ExpertsConfig, LoraConfig
 from gregale.model.execution import execution
-from gregale.model.experts_config import ExpertsConfig
 from gregale.objectives import DpoConfig
 from gregale.programs.plan.shapes import abstract_batch, step_shape
 from gregale.runs.config import BatchConfig

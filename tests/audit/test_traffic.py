@@ -10,19 +10,17 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gregale.audit.step import ACCELERATOR, CPU
-from gregale.audit.traffic import bytes_by_axes, expected_transfers
-from gregale.audit.transfer import Transfer, sent_bytes
+from gregale.audit.estimate import ACCELERATOR, CPU
+from gregale.audit.traffic import Transfer, bytes_by_axes, expected_transfers, sent_bytes
+from gregale.axes.layout import MeshConfig
 from gregale.axes.mapping import MappingConfig
-from gregale.axes.mesh import MeshConfig
 from gregale.methods.config import DilocoConfig
-from gregale.model.adapter_config import LoraConfig
-from gregale.model.config import GptOssConfig
-from gregale.model.experts_config import BalanceConfig, ExpertsConfig
+from gregale.model.config import BalanceConfig, ExpertsConfig, LoraConfig
+from gregale.model.llama import GptOssConfig
 from gregale.objectives import DpoConfig
 from gregale.optim import AdamWConfig, GroupConfig, MuonConfig
 from gregale.programs.plan.shapes import step_transfers
-from gregale.programs.runtime.setup import set_up
+from gregale.programs.runtime.expert_parallelism import set_up
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
 from tests.audit.steps import audited, small_setup, small_step

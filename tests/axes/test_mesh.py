@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gregale.axes.mesh import AXES, MeshConfig, arrange, make_mesh
+from gregale.axes.layout import AXES, MeshConfig, arrange, make_mesh
 from gregale.errors import UserError
 from tests.mesh.support import Device
 

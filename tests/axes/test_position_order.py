@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from gregale.axes.position_order import position_order
+from gregale.axes.parameters import position_order
 
 
 def test_a_device_holds_an_early_and_a_late_chunk_each_in_its_order():

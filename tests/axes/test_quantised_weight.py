@@ -9,7 +9,7 @@ import pytest
 from haliax import NamedArray
 
 from gregale.axes.gather import gathered
-from gregale.axes.quantised_weight import QuantisedWeight, decoded
+from gregale.axes.parameters import QuantisedWeight, decoded
 from gregale.model.adapters import CODECS
 from tests.mesh.support import layout_of
 

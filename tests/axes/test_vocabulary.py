@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from gregale.axes.vocabulary import exchanges_rows, loss_blocks
+from gregale.axes.parameters import exchanges_rows, loss_blocks
 
 
 def test_the_form_that_sends_less_is_taken():

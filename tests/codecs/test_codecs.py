@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from gregale.codecs.formats import BLOCK_BITS, CODECS
+from gregale.codecs.codec import BLOCK_BITS, CODECS
 from tests.codecs.test_wire_format import codec_of, encode
 
 SMALLEST = np.float32(2.0**-126)

@@ -2,10 +2,16 @@
 
 import pytest
 
-from gregale.codecs.blocks import PowersCodec, RotatedCodec, UniformCodec
-from gregale.codecs.codec import FloatCodec
-from gregale.codecs.config import FeedbackConfig, ReduceConfig
-from gregale.codecs.formats import CODECS, wire_format
+from gregale.codecs.codec import (
+    CODECS,
+    FeedbackConfig,
+    FloatCodec,
+    PowersCodec,
+    ReduceConfig,
+    RotatedCodec,
+    UniformCodec,
+    wire_format,
+)
 from gregale.errors import UserError
 
 

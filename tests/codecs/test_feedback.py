@@ -4,8 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from gregale.codecs.config import ReduceConfig
-from gregale.codecs.feedback import load, next_error, store, stored_block
+from gregale.codecs.codec import ReduceConfig, load, next_error, store, stored_block
 from tests.codecs.wire_format import round_trip
 
 

@@ -8,10 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from gregale.codecs.blocks import random_rotation
-from gregale.codecs.config import ReduceConfig
-from gregale.codecs.feedback import load, store
-from gregale.codecs.formats import BLOCK_BITS, CODECS
+from gregale.codecs.codec import BLOCK_BITS, CODECS, ReduceConfig, load, random_rotation, store
 from tests.codecs import wire_format
 
 PAGE = Path(__file__).parents[2] / "docs" / "quantised.md"

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gregale.axes.layout import BATCH, EMBED
-from gregale.communication.accumulate import accumulate, rows_per_part, split_batch
+from gregale.communication.reduce import accumulate, rows_per_part, split_batch
 from gregale.errors import UserError
 from tests.mesh.support import bare_layout, layout_of, placed
 

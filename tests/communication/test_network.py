@@ -7,12 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from gregale.codecs.codec import Codec
-from gregale.codecs.config import FeedbackConfig, ReduceConfig
-from gregale.codecs.feedback import load
-from gregale.communication.collective_phases import EXACT
+from gregale.codecs.codec import Codec, FeedbackConfig, ReduceConfig, load
 from gregale.communication.network import NetworkReducer, Reduced, owners
-from gregale.communication.row_layout import RowLayout, rows_of
+from gregale.communication.quantised import EXACT, RowLayout, rows_of
 from tests.communication.links import ThreadLink, all_together
 
 EXACTLY = ReduceConfig()

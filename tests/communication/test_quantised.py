@@ -12,8 +12,7 @@ from haliax import Axis
 
 from gregale.audit import audit
 from gregale.axes.layout import REPLICA, is_named
-from gregale.codecs.config import FeedbackConfig, ReduceConfig
-from gregale.codecs.feedback import load
+from gregale.codecs.codec import FeedbackConfig, ReduceConfig, load
 from gregale.communication.quantised import QuantisedReducer
 from tests.codecs.wire_format import round_trip as quantised
 from tests.mesh.support import layout_of

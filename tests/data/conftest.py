@@ -10,14 +10,21 @@ import numpy as np
 import pytest
 
 from gregale.data.build import NamedSource, TokenCache, build_store
-from gregale.data.chunk_cache import ChunkCache
-from gregale.data.parts import CHUNK_BYTES, LENGTH, PartManifest, part_name, write_part_manifest
-from gregale.data.progress import silent
-from gregale.data.store import TokenStore, complete_store, open_store
-from gregale.data.stream import DocumentStream
-from gregale.data.supervised import Supervised
-from gregale.data.text_bytes import NONE, Corrections
-from gregale.data.tokenizers import BytesTokenizer
+from gregale.data.examples import DocumentStream
+from gregale.data.store import (
+    CHUNK_BYTES,
+    LENGTH,
+    ChunkCache,
+    PartManifest,
+    Supervised,
+    TokenStore,
+    complete_store,
+    open_store,
+    part_name,
+    silent,
+    write_part_manifest,
+)
+from gregale.data.tokenizers import NONE, BytesTokenizer, Corrections
 
 END = 9
 

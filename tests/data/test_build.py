@@ -8,14 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gregale.data import parts
+from gregale.data import store as parts
 from gregale.data.build import identity_of, store_key
 from gregale.data.chat.template import ChatTemplate
-from gregale.data.chunk_cache import ChunkCache
-from gregale.data.parts import make_tasks, token_dtype
 from gregale.data.sources import TextSource, TokensSource
 from gregale.data.sources.chat import ChatSource
-from gregale.data.store import open_store
+from gregale.data.store import ChunkCache, make_tasks, open_store, token_dtype
 from gregale.data.tokenizers import BytesTokenizer
 from gregale.errors import UserError
 from gregale.storage import names, storage_path
@@ -30,7 +28,7 @@ import os, signal, sys
 from pathlib import Path
 from gregale.data import parts
 from gregale.data.build import NamedSource, TokenCache, build_store
-from gregale.data.chunk_cache import ChunkCache
+from gregale.data.store import ChunkCache
 from gregale.data.sources import TextSource
 from gregale.data.tokenizers import BytesTokenizer
 from gregale.storage import storage_path

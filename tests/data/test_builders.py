@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from gregale.data import build as building
-from gregale.data import claims, parts
+from gregale.data import build as claims
+from gregale.data import store as parts
 from gregale.data.build import Build, NamedSource, identity_of, store_key
-from gregale.data.parts import discard, make_tasks, read_part, read_part_manifest
 from gregale.data.sources import TextSource
+from gregale.data.store import discard, make_tasks, read_part, read_part_manifest
 from gregale.data.tokenizers import BytesTokenizer
 from gregale.errors import UserError
 from tests.data.conftest import build

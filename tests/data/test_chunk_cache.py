@@ -3,7 +3,7 @@ import os
 
 import pytest
 
-from gregale.data.chunk_cache import ChunkCache
+from gregale.data.store import ChunkCache
 from tests.disk import largest_file
 
 

@@ -7,16 +7,16 @@ from threading import Event, Thread
 import pytest
 
 from gregale.atomic_files import machine
-from gregale.data import claims
-from gregale.data.claims import once
+from gregale.data import build
+from gregale.data.build import once
 from gregale.errors import UserError
 from gregale.storage import write_bytes
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(claims, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(claims, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(build, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(build, "BEAT_SECONDS", 0.01)
 
 
 @pytest.fixture(params=["disk", "store"])
@@ -46,7 +46,7 @@ def test_one_works_and_the_other_waits_for_it(claim):
 
 
 def test_a_claim_that_is_renewed_is_waited_for_and_one_that_stands_still_is_taken_over(claim, monkeypatch):
-    monkeypatch.setattr(claims, "LOST_SECONDS", 0.0)
+    monkeypatch.setattr(build, "LOST_SECONDS", 0.0)
     write_bytes(claim, of_another())
     beats, done = iter(range(1, 20)), []
 
@@ -68,7 +68,7 @@ def test_a_process_that_is_gone_from_this_machine_is_not_waited_for(claim):
 
 def test_a_claim_is_renewed_while_its_process_works_and_goes_when_that_fails(claim):
     def work() -> None:
-        while claims.read(claim).get("beat", 0) < 2:
+        while build.read(claim).get("beat", 0) < 2:
             pass
         raise UserError("not now")
 

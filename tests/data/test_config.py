@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 from gregale.data.config import DataConfig
+from gregale.data.examples import held_out_documents
 from gregale.data.preparation import build_stores, prepare
-from gregale.data.progress import progress_bars, silent
 from gregale.data.sources import JsonLinesSource, TextSource, TokensSource
-from gregale.data.stream import held_out_documents
+from gregale.data.store import progress_bars, silent
 from gregale.data.tokenizer_training import training_texts
 from gregale.data.tokenizers import BpeConfig, BytesConfig, FileConfig
 from gregale.errors import UserError

@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gregale.data.config import DataConfig
-from gregale.data.examples import Windows
+from gregale.data.examples import DocumentStream, Windows
 from gregale.data.mixtures import cuts, parts_of, replica_examples
 from gregale.data.sources import TextSource
-from gregale.data.stream import DocumentStream
 from gregale.errors import UserError
 from gregale.programs.runtime.batches import batches
 

@@ -12,15 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gregale.axes.layout import BATCH
-from gregale.data import packing
+from gregale.data import examples as packing
 from gregale.data.config import DataConfig
-from gregale.data.examples import held_out_examples, in_order, rows_of, training_examples
+from gregale.data.examples import PackedRows, Packing, held_out_examples, in_order, rows_of, training_examples
 from gregale.data.mixtures import replica_examples
-from gregale.data.packing import PackedRows, Packing
 from gregale.data.preparation import prepare
 from gregale.data.sources import TextSource
-from gregale.data.supervised import Supervised
-from gregale.data.text_bytes import Corrections
+from gregale.data.store import Supervised
+from gregale.data.tokenizers import Corrections
 from gregale.errors import UserError
 from tests.data.conftest import in_memory, stream_of
 from tests.mesh.support import assert_trees_close, one_device, small_model

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from gregale.data import parts
+from gregale.data import store as parts
 from gregale.data.config import DataConfig
 from gregale.data.preparation import prepare
 from gregale.data.sources import TextSource

@@ -12,9 +12,8 @@ from gregale.data.config import DataConfig
 from gregale.data.preparation import prepare
 from gregale.data.sources import JsonLinesSource
 from gregale.data.sources.chat import ChatSource
-from gregale.data.special_names import counter_of_names
 from gregale.data.tokenizer_training import train_bpe
-from gregale.data.tokenizers import BpeConfig, FileConfig, LibraryTokenizer, from_json
+from gregale.data.tokenizers import BpeConfig, FileConfig, LibraryTokenizer, counter_of_names, from_json
 from gregale.errors import UserError
 from gregale.programs.runtime.sliding_window import SlidingWindows
 from tests.data.test_text_bytes import END, LIBRARIES

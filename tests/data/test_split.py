@@ -3,9 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gregale.data.examples import Windows
-from gregale.data.split import cut_of, end_cut, end_of, split_at
-from gregale.data.stream import held_out_documents
+from gregale.data.examples import Windows, cut_of, end_cut, end_of, held_out_documents, split_at
 from gregale.data.tokenizer_training import train_bpe
 from gregale.data.tokenizers import BpeConfig, BytesTokenizer
 from tests.data.conftest import in_memory

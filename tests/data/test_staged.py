@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise
 import pytest
 
 from gregale.data.examples import Windows, training_examples
-from gregale.data.staged import drawn, sources_of, staged_examples, tokens_of, with_mixture
+from gregale.data.mixtures import drawn, sources_of, staged_examples, tokens_of, with_mixture
 from tests.data.conftest import stream_of
 
 LENGTH = 4

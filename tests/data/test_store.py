@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 
 from gregale.data import store
-from gregale.data.chunk_cache import ChunkCache
-from gregale.data.parts import json_sha256
 from gregale.data.sources import TextSource
-from gregale.data.store import MANIFEST_NAME, open_store
+from gregale.data.store import MANIFEST_NAME, ChunkCache, json_sha256, open_store
 from gregale.errors import UserError
 from tests.data.conftest import build, store_of
 
@@ -25,7 +23,7 @@ def flip_byte(path, place):
 
 @pytest.mark.parametrize("at_hand", [1, 64])
 def test_places_in_many_parts_and_chunks_are_read_in_any_order(tmp_path, monkeypatch, at_hand):
-    for module in ("gregale.data.parts", "tests.data.conftest"):
+    for module in ("gregale.data.store", "tests.data.conftest"):
         monkeypatch.setattr(f"{module}.CHUNK_BYTES", 16)
     monkeypatch.setattr(store, "MAPS_AT_HAND", at_hand)
     sizes = [3, 40, 0, 17, 8, 1]
@@ -57,7 +55,7 @@ def test_a_flipped_byte_is_found_wherever_it_is(tmp_path, name):
 
 
 def test_no_token_of_a_damaged_chunk_is_handed_out(tmp_path, monkeypatch):
-    for module in ("gregale.data.parts", "tests.data.conftest"):
+    for module in ("gregale.data.store", "tests.data.conftest"):
         monkeypatch.setattr(f"{module}.CHUNK_BYTES", 16)
     folder = store_of(tmp_path / "x", [list(range(20))]).folder
     flip_byte(folder / "part-00000000.bin", 20)

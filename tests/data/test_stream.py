@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gregale.data.stream import DocumentStream, held_out_documents
+from gregale.data.examples import DocumentStream, held_out_documents
 from tests.data.conftest import in_memory
 
 DOCUMENTS = st.lists(st.tuples(st.lists(st.integers(0, 8), max_size=5), st.booleans()), min_size=1, max_size=8)

@@ -13,8 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from gregale.data.config import DataConfig
 from gregale.data.preparation import prepare
 from gregale.data.sources import JsonLinesSource
-from gregale.data.text_bytes import Corrections
-from gregale.data.tokenizers import FileConfig, LibraryTokenizer
+from gregale.data.tokenizers import Corrections, FileConfig, LibraryTokenizer
 from gregale.evaluation.bigram import more_bytes_of
 from gregale.programs.runtime.sliding_window import SlidingWindows
 

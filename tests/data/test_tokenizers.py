@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
-from gregale.data.special_names import counter_of_names, taken_as_text
 from gregale.data.tokenizer_training import train_bpe
 from gregale.data.tokenizers import (
     BpeConfig,
@@ -17,10 +16,13 @@ from gregale.data.tokenizers import (
     FileConfig,
     LibraryTokenizer,
     TokenizerConfig,
+    byte_level_reader,
+    bytes_of_vocabulary,
+    counter_of_names,
     load_tokenizer,
     save_tokenizer,
+    taken_as_text,
 )
-from gregale.data.vocabulary_bytes import byte_level_reader, vocabulary_bytes
 from gregale.errors import UserError
 
 TEXTS = ["the cat sat on the mat", "the dog — über alles — sat on the cat"] * 5
@@ -171,4 +173,4 @@ def test_ids_that_no_token_has_stand_for_nothing():
     added = [{"id": 5, "content": "<s>", "special": True}, {"id": 6, "content": "ü", "special": False}]
     tokenizer = {"decoder": {"type": "ByteLevel"}, "added_tokens": added}
     vocabulary = {"a": 0, "Ġb": 3, "<s>": 5, "ü": 6}
-    assert vocabulary_bytes(tokenizer, vocabulary, "here") == [b"a", b"", b"", b" b", b"", b"", "ü".encode()]
+    assert bytes_of_vocabulary(tokenizer, vocabulary, "here") == [b"a", b"", b"", b" b", b"", b"", "ü".encode()]

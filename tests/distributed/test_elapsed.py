@@ -3,8 +3,8 @@
 import jax
 import pytest
 
-from gregale.checkpoint.retention import CheckpointConfig
-from gregale.distributed.elapsed import Elapsed
+from gregale.checkpoint.store import CheckpointConfig
+from gregale.distributed.liveness import Elapsed
 from gregale.errors import KeyedError
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gregale.distributed.hang_detector import Phase, Progress, ThreadProgress, find_hung
+from gregale.distributed.liveness import Phase, Progress, ThreadProgress, find_hung
 
 SECONDS = 60.0
 NOW = 1_000_000.0

@@ -8,8 +8,7 @@ from threading import Thread
 import pytest
 
 from gregale.distributed.config import DistributedConfig
-from gregale.distributed.hang_detector import Phase, ThreadProgress
-from gregale.distributed.liveness import LivenessMonitor, Peer
+from gregale.distributed.liveness import LivenessMonitor, Peer, Phase, ThreadProgress
 
 
 def test_a_peer_that_was_silent_during_the_rendezvous_is_not_lost_when_the_monitor_starts():

@@ -7,14 +7,14 @@ from unittest.mock import Mock
 
 import pytest
 
-from gregale.distributed.malloc_tuning import keep_memory
+from gregale.distributed.devices import keep_memory
 
 glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has mallopt's parameters")
 
 # Touches 64 MB and gives them back, over and over; prints the page faults of the last time.
 PROGRAM = """
 import ctypes, resource, sys
-from gregale.distributed.malloc_tuning import keep_memory
+from gregale.distributed.devices import keep_memory
 
 if sys.argv[1] == "kept":
     assert keep_memory()

@@ -7,7 +7,7 @@ import pytest
 
 CHILD = """
 import os, sys, time
-from gregale.distributed.parent_death import end_with_parent
+from gregale.distributed.devices import end_with_parent
 end_with_parent(9, int(sys.argv[1]) or None)
 print("here", os.getpid(), flush=True)
 time.sleep(60)

@@ -10,9 +10,8 @@ import pytest
 
 from gregale.distributed import rendezvous as module
 from gregale.distributed.config import DistributedConfig
-from gregale.distributed.handshake import JoinRequest
 from gregale.distributed.liveness import EXIT_CODE, Peer
-from gregale.distributed.rendezvous import wait_for_processes
+from gregale.distributed.rendezvous import JoinRequest, wait_for_processes
 from gregale.errors import UserError
 from tests.ports import free_port
 

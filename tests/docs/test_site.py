@@ -14,8 +14,7 @@ from mkdocs.commands.build import build
 from mkdocs.config import load_config
 
 from gregale.runs.config import TrainConfig
-from gregale.settings.config_schema import entries
-from gregale.settings.other_projects import counterparts
+from gregale.settings.decoding import counterparts, entries
 from gregale.tracking.metrics import METRICS
 from tests.docs.pages import ROOT
 

@@ -4,11 +4,10 @@ from pathlib import Path
 from typing import Any
 
 from gregale.data.tokenizers import BytesTokenizer
-from gregale.huggingface.experts import BIAS
-from gregale.huggingface.families import Family
+from gregale.huggingface.families import BIAS, Family
 from gregale.huggingface.tokenizer import write_tokenizer
-from gregale.model.config import LlamaConfig
-from gregale.model.experts_config import BalanceConfig, ExpertsConfig
+from gregale.model.config import BalanceConfig, ExpertsConfig
+from gregale.model.llama import LlamaConfig
 
 VOCABULARY, CONTEXT = 257, 64
 PROMPT = "the wind and the "

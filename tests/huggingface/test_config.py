@@ -17,13 +17,11 @@ from haliax import Axis
 from transformers import CONFIG_MAPPING
 
 from gregale.errors import UserError
-from gregale.huggingface.config import read_config, written_config
-from gregale.huggingface.exportable import exported_family, family_that_has, lacking
+from gregale.huggingface.config import exported_family, family_that_has, lacking, read_config, written_config
 from gregale.huggingface.families import FAMILIES, Family
 from gregale.huggingface.typed_json import TypedJson
-from gregale.model.config import GemmaConfig, LlamaConfig
-from gregale.model.experts_config import BalanceConfig, ExpertsConfig
-from gregale.model.scaling import RotaryScaling, YarnScaling
+from gregale.model.config import BalanceConfig, ExpertsConfig, RotaryScaling, YarnScaling
+from gregale.model.llama import GemmaConfig, LlamaConfig
 from tests.huggingface.hub import EXPERTS, MODELS, SIZES, YARN, of_family
 
 TINY: dict[str, Any] = {"layers": 4, "hidden": 16, "heads": 2, "mlp": 24}

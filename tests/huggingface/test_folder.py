@@ -13,12 +13,11 @@ from haliax import Axis
 
 from gregale.cli import main
 from gregale.errors import UserError
-from gregale.huggingface.families import FAMILIES
+from gregale.huggingface.families import FAMILIES, check_names, slots_of
 from gregale.huggingface.folder import check_files, made_whole, open_folder
 from gregale.huggingface.hub import model_folder
-from gregale.huggingface.tensor_names import check_names, slots_of
-from gregale.model.config import LlamaConfig
-from gregale.model.experts_config import ExpertsConfig
+from gregale.model.config import ExpertsConfig
+from gregale.model.llama import LlamaConfig
 from gregale.programs.runtime.trained_model import find_run
 from tests.huggingface.hub import SIZES
 

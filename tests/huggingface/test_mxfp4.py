@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from gregale.huggingface.mxfp4 import decoded
+from gregale.huggingface.safetensors import decoded
 
 
 def test_every_number_is_that_of_transformers():

@@ -16,14 +16,11 @@ from safetensors import safe_open
 
 from gregale.axes.layout import BATCH, is_named
 from gregale.cli import main
-from gregale.huggingface.config import read_config, text_part, written_config
-from gregale.huggingface.exportable import family_that_has, lacking
-from gregale.huggingface.families import FAMILIES
+from gregale.huggingface.config import family_that_has, lacking, read_config, text_part, written_config
+from gregale.huggingface.families import FAMILIES, slots_of
 from gregale.huggingface.folder import open_folder
-from gregale.huggingface.tensor_names import slots_of
 from gregale.huggingface.weights import read_model
-from gregale.model.config import GemmaConfig
-from gregale.model.llama import Llama
+from gregale.model.llama import GemmaConfig, Llama
 from tests.huggingface.hub import (
     CONFIGURATIONS,
     MODELS,

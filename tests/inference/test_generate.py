@@ -9,12 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gregale.audit.call_graph import walk
-from gregale.audit.hlo import parse
+from gregale.audit.hlo import parse, walk
 from gregale.axes.layout import BATCH
 from gregale.inference import generate
-from gregale.inference.generate import BLOCK, Generator, Last, Prompt, width_of
-from gregale.inference.token_sampling import Sampling, draw
+from gregale.inference.generate import BLOCK, Generator, Last, Prompt, Sampling, draw, width_of
 from gregale.model.execution import Execution
 from tests.mesh.support import executed, kernels_of, layout_of, one_device, placed, small_model
 from tests.model import oracle

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gregale.inference import generate
-from gregale.inference.generate import BLOCK, Generator, Prompt
-from gregale.inference.logits import UncachedDecoder, scores
+from gregale.inference.generate import BLOCK, Generator, Prompt, UncachedDecoder, scores
 from gregale.model.llama import Llama
 from tests.inference.test_generate import DRAWN, NO_END, PROMPT
 from tests.mesh.support import one_device

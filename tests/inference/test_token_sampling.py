@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gregale.inference.token_sampling import Sampling, allowed, draw
+from gregale.inference.generate import Sampling, allowed, draw
 
 LOGITS = jnp.log(jnp.asarray([0.5, 0.3, 0.15, 0.05]))
 

@@ -5,7 +5,7 @@ import numpy as np
 
 from gregale.islands import inner_optimizer_state
 from gregale.methods.schedule import Schedule
-from gregale.training.stepper import Stepper
+from gregale.training.state import Stepper
 from tests.mesh.support import layout_of
 from tests.methods.islands import Member, island_on, rows
 

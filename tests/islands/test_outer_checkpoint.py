@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from gregale.checkpoint import parts
+from gregale.checkpoint import files
 from gregale.errors import UserError
 from gregale.islands import outer_checkpoint
 from gregale.islands.protocol.headers import Generation, OuterRecord
@@ -31,7 +31,7 @@ OWN = OwnLeaves({"0/second/w|/scales": np.arange(4, dtype=ml_dtypes.bfloat16)}, 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch) -> None:
     """Arrays begin and end anywhere in a part."""
-    monkeypatch.setattr(parts, "PART_BYTES", 20)
+    monkeypatch.setattr(files, "PART_BYTES", 20)
 
 
 @pytest.fixture(params=["disk", "s3"])

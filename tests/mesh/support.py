@@ -14,17 +14,15 @@ import pytest
 from haliax import Axis, NamedArray
 
 from gregale.audit import Audit
-from gregale.audit.step import CPU
-from gregale.axes.layout import BATCH, REPLICA, Layout
+from gregale.audit.estimate import CPU
+from gregale.axes.layout import BATCH, REPLICA, Layout, MeshConfig, make_mesh
 from gregale.axes.mapping import standard_layout
-from gregale.axes.mesh import MeshConfig, make_mesh
-from gregale.axes.position_order import position_order
-from gregale.model.config import LlamaConfig
+from gregale.axes.parameters import position_order
 from gregale.model.execution import Execution
-from gregale.model.kernels.cpu.kernels import cpu_kernels
+from gregale.model.kernels.cpu import cpu_kernels
 from gregale.model.kernels.dispatch import KernelRequest, kernels_for
-from gregale.model.kernels.kernels import Kernels
-from gregale.model.llama import Llama
+from gregale.model.kernels.operations import Kernels
+from gregale.model.llama import Llama, LlamaConfig
 from gregale.programs.plan.shapes import step_transfers
 from gregale.programs.runtime.setup import Setup
 

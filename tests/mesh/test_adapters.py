@@ -15,17 +15,17 @@ from haliax import Axis
 from haliax.nn import Linear
 
 from gregale.audit import audit
-from gregale.axes.layout import LORA_RANK, is_named
-from gregale.axes.mesh import make_mesh
+from gregale.axes.layout import LORA_RANK, is_named, make_mesh
 from gregale.errors import UserError
+from gregale.huggingface.families import parameters_of
 from gregale.huggingface.peft import adapter_slots
-from gregale.huggingface.tensor_names import parameters_of
 from gregale.methods.diloco import Diloco
-from gregale.model.adapter_config import MLP_TARGETS, LoraConfig
 from gregale.model.adapters import Lora, quantised
+from gregale.model.config import MLP_TARGETS, LoraConfig
 from gregale.programs.plan.shapes import abstract_batch
 from gregale.programs.plan.step import known_trips
-from gregale.programs.runtime.setup import Setup, set_up
+from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
 from tests.axes.test_quantised_weight import dequantised

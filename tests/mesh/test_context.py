@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 
 from gregale.audit import Audit, audit
-from gregale.audit.step import CPU
+from gregale.audit.estimate import CPU
 from gregale.audit.traffic import expected_transfers
-from gregale.axes.layout import REPLICA
-from gregale.axes.mesh import MeshConfig, make_mesh
-from gregale.codecs.config import FeedbackConfig, ReduceConfig
+from gregale.axes.layout import REPLICA, MeshConfig, make_mesh
+from gregale.codecs.codec import FeedbackConfig, ReduceConfig
 from gregale.methods.config import DilocoConfig, StreamingDilocoConfig
-from gregale.model.compute_config import ComputeConfig
-from gregale.model.config import GemmaConfig
+from gregale.model.config import ComputeConfig
+from gregale.model.llama import GemmaConfig
 from gregale.optim import AdamWConfig, ConstantSchedule
 from gregale.programs.plan.shapes import step_shape
-from gregale.programs.runtime.setup import Setup, set_up
+from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import BatchConfig, TrainConfig
 from tests.mesh.support import held, rarely, token_batch
 

@@ -14,22 +14,20 @@ import numpy as np
 import pytest
 from haliax import NamedArray
 
-from gregale.axes.layout import REPLICA
+from gregale.axes.layout import REPLICA, MeshConfig, make_mesh
 from gregale.axes.mapping import MappingConfig, mapped_layout
-from gregale.axes.mesh import MeshConfig, make_mesh
-from gregale.communication.pipeline.config import PipelineConfig
+from gregale.communication.pipeline import PipelineConfig
 from gregale.errors import UserError
 from gregale.methods.config import DilocoConfig, StreamingDilocoConfig
-from gregale.model.adapter_config import LoraConfig
 from gregale.model.adapters import merged_weight
-from gregale.model.config import GptOssConfig, LlamaConfig
+from gregale.model.config import BalanceConfig, ExpertsConfig, LoraConfig
 from gregale.model.execution import Execution
-from gregale.model.experts import Experts
-from gregale.model.experts_config import BalanceConfig, ExpertsConfig
+from gregale.model.experts import Experts, choose, router_logits
 from gregale.model.kernels.grouped import BLOCKED
-from gregale.model.routing import choose, router_logits
+from gregale.model.llama import GptOssConfig, LlamaConfig
 from gregale.optim import MuonConfig
-from gregale.programs.runtime.setup import Setup, set_up
+from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.setup import Setup
 from gregale.programs.train.inspection import load_figures
 from tests.mesh.support import executed, layout_of, one_device, rarely
 from tests.mesh.test_losses import steps_of

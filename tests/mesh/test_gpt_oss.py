@@ -6,15 +6,13 @@ import jax
 import numpy as np
 import pytest
 
-from gregale.axes.layout import REPLICA
-from gregale.axes.mesh import MeshConfig
-from gregale.communication.pipeline.config import PipelineConfig
+from gregale.axes.layout import REPLICA, MeshConfig
+from gregale.communication.pipeline import PipelineConfig
 from gregale.errors import UserError
 from gregale.inference.generate import BLOCK, Generator
-from gregale.model.config import GptOssConfig
-from gregale.model.experts_config import BalanceConfig, ExpertsConfig
-from gregale.model.llama import Llama
-from gregale.optim.matrices import decays
+from gregale.model.config import BalanceConfig, ExpertsConfig
+from gregale.model.llama import GptOssConfig, Llama
+from gregale.optim.config import decays
 from tests.inference.test_generate import GREEDY, NO_END, PROMPTS, rows_of
 from tests.mesh.support import executed, kernels_of, layout_of, placed, small_model
 from tests.mesh.test_experts import EMPTY, EXCHANGED, assert_close, set_up_on

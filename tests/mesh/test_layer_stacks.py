@@ -12,20 +12,17 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from gregale.axes.layer_stacks import in_layer_order
-from gregale.axes.layout import is_named, named_arrays
-from gregale.axes.mesh import MeshConfig, make_mesh
-from gregale.communication.layer_groups import LayerGroups, cut_layers, joined_layers
-from gregale.communication.pipeline.config import PipelineConfig
+from gregale.axes.layout import MeshConfig, is_named, make_mesh, named_arrays
+from gregale.axes.parameters import in_layer_order
+from gregale.communication.pipeline import PipelineConfig
+from gregale.communication.reduce import LayerGroups, cut_layers, joined_layers
 from gregale.errors import UserError
-from gregale.huggingface.families import FAMILIES
+from gregale.huggingface.families import FAMILIES, parameters_of, path_of, slots_of
 from gregale.huggingface.safetensors import read_header
-from gregale.huggingface.tensor_names import parameters_of, path_of, slots_of
-from gregale.huggingface.weights import read_model
-from gregale.huggingface.writing import Writer, plan_files, slots_by_name
+from gregale.huggingface.weights import Writer, plan_files, read_model, slots_by_name
 from gregale.methods.config import StreamingDilocoConfig
-from gregale.model.config import LlamaConfig
-from gregale.programs.runtime.setup import set_up
+from gregale.model.llama import LlamaConfig
+from gregale.programs.runtime.expert_parallelism import set_up
 from tests.mesh.support import assert_sends_its_closed_form, layout_of, one_device, placed, token_batch
 from tests.mesh.test_pipelined_llama import PLAIN, assert_states_close, trained
 from tests.plugins import plugins_from

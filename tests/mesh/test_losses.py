@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from gregale.axes.mesh import MeshConfig, make_mesh
+from gregale.axes.layout import MeshConfig, make_mesh
 from gregale.axes.parameters import Buffer
 from gregale.errors import UserError
 from gregale.methods.config import DilocoConfig, StreamingDilocoConfig
 from gregale.methods.method import StepMetrics
-from gregale.model.config import LlamaConfig
-from gregale.model.llama import Llama
+from gregale.model.llama import Llama, LlamaConfig
 from gregale.model.losses import Losses
 from gregale.programs.runtime.checked_model import checked_loss
-from gregale.programs.runtime.setup import Setup, set_up
+from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.setup import Setup
 from gregale.programs.train.step_log import measured
 from gregale.training.state import StepReport
 from tests.mesh.support import held, one_device, rarely, token_batch

@@ -14,15 +14,15 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from gregale.audit import Audit, audit
-from gregale.axes.layout import REPLICA
+from gregale.axes.layout import REPLICA, MeshConfig, make_mesh
 from gregale.axes.mapping import MappingConfig
-from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.errors import UserError
 from gregale.methods.method import PsdpState
-from gregale.model.compute_config import ComputeConfig
-from gregale.model.config import LlamaConfig, ModelConfig
+from gregale.model.config import ComputeConfig, ModelConfig
+from gregale.model.llama import LlamaConfig
 from gregale.optim import ConstantSchedule, SgdConfig
-from gregale.programs.runtime.setup import Setup, set_up
+from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import BatchConfig, TrainConfig
 from gregale.runs.parsing import load
 from tests.mesh.support import held, token_batch

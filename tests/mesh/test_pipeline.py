@@ -10,8 +10,7 @@ from haliax import Axis
 
 from gregale.audit import Audit, audit
 from gregale.axes.layout import BATCH
-from gregale.communication.pipeline.schedule import Schedule
-from gregale.communication.pipeline.stage import DATA, LAYER, STAGE, Fixed, Stages, loop_layout
+from gregale.communication.pipeline import DATA, LAYER, STAGE, Fixed, Schedule, Stages, loop_layout
 from tests.audit.warnings import captured_compiler_warnings
 from tests.communication.pipeline.test_stack import (
     Embed,

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from gregale.audit import Audit, audit
-from gregale.axes.mesh import AXES, MeshConfig, make_mesh
-from gregale.communication.pipeline.config import PipelineConfig
-from gregale.model.compute_config import ComputeConfig
-from gregale.model.config import LlamaConfig
-from gregale.model.experts_config import BalanceConfig, ExpertsConfig
+from gregale.axes.layout import AXES, MeshConfig, make_mesh
+from gregale.communication.pipeline import PipelineConfig
+from gregale.model.config import BalanceConfig, ComputeConfig, ExpertsConfig
+from gregale.model.llama import LlamaConfig
 from gregale.optim import AdamWConfig, ConstantSchedule
-from gregale.programs.runtime.setup import Setup, set_up
+from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import BatchConfig, TrainConfig
 from tests.mesh.support import POSITIONS, ROWS, assert_sends_its_closed_form, placed, token_batch
 

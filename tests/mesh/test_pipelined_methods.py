@@ -14,17 +14,15 @@ from haliax import NamedArray
 from gregale.audit import Audit, audit
 from gregale.audit.traffic import bytes_by_axes
 from gregale.axes.layout import REPLICA, Layout
-from gregale.codecs.config import ReduceConfig
-from gregale.communication.pipeline.schedule import Schedule
-from gregale.communication.pipeline.stack import Pipeline
+from gregale.codecs.codec import ReduceConfig
+from gregale.communication.pipeline import Pipeline, Schedule
 from gregale.methods.diloco import Diloco
 from gregale.methods.method import Method
 from gregale.methods.psdp import Psdp
 from gregale.methods.schedule import Schedule as OuterSchedule
 from gregale.methods.traffic import PsdpTraffic
 from gregale.optim import Optimizer
-from gregale.training.state import initial_state
-from gregale.training.stepper import Stepper
+from gregale.training.state import Stepper, initial_state
 from tests.communication.pipeline.test_stack import TOLERANCE, Embed, plain, problem, stack_of
 from tests.mesh.support import layout_of, placed
 

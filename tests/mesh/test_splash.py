@@ -7,12 +7,11 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from gregale.communication.accumulate import accumulate
-from gregale.communication.pipeline.config import PipelineConfig, pipelined_execution
-from gregale.model.config import LlamaConfig
+from gregale.communication.pipeline import PipelineConfig, pipelined_execution
+from gregale.communication.reduce import accumulate
 from gregale.model.execution import Execution
-from gregale.model.kernels.kernels import Kernels
-from gregale.model.kernels.reference import PLAIN
+from gregale.model.kernels.operations import PLAIN, Kernels
+from gregale.model.llama import LlamaConfig
 from tests.mesh.support import assert_trees_close, layout_of, placed, small_model, token_batch
 from tests.model.kernels.tpu.test_splash import SPLASH
 

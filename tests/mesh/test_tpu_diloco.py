@@ -8,18 +8,15 @@ from jax.experimental import topologies
 from gregale.audit import audit
 from gregale.audit.hlo import parse
 from gregale.audit.overlap import ends
+from gregale.axes.layout import MeshConfig, make_mesh
 from gregale.axes.mapping import standard_layout
-from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.methods.diloco import Diloco
-from gregale.methods.fragments import Fragment
 from gregale.methods.psdp import Psdp
-from gregale.methods.schedule import Schedule
-from gregale.model.config import LlamaConfig
+from gregale.methods.schedule import Fragment, Schedule
 from gregale.model.execution import Execution
-from gregale.model.llama import Llama
+from gregale.model.llama import Llama, LlamaConfig
 from gregale.optim import SgdConfig
-from gregale.training.state import abstract_state
-from gregale.training.stepper import Stepper
+from gregale.training.state import Stepper, abstract_state
 from tests.mesh.support import token_batch
 
 pytestmark = pytest.mark.usefixtures("compiled_anew")  # plans tell what the compiler warns of

@@ -10,12 +10,9 @@ from jax.experimental import topologies
 
 from gregale.audit import audit
 from gregale.audit.hlo import Computation, Instruction, parse
-from gregale.axes.layout import BATCH, LAYERS, Layout
+from gregale.axes.layout import BATCH, LAYERS, Layout, MeshConfig, make_mesh
 from gregale.axes.mapping import standard_layout
-from gregale.axes.mesh import MeshConfig, make_mesh
-from gregale.communication.pipeline.loop import IO, OUTPUTS
-from gregale.communication.pipeline.schedule import Schedule
-from gregale.communication.pipeline.stack import Pipeline, pipelined
+from gregale.communication.pipeline import IO, OUTPUTS, Pipeline, Schedule, pipelined
 
 pytestmark = pytest.mark.usefixtures("compiled_anew")  # plans tell what the compiler warns of
 

@@ -10,14 +10,14 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gregale.audit import Audit
-from gregale.audit.device_axes import BETWEEN, INSIDE
+from gregale.audit.collectives import BETWEEN, INSIDE
+from gregale.audit.estimate import compiler_memory
 from gregale.audit.hlo import parse
-from gregale.audit.memory import compiler_memory
 from gregale.audit.overlap import CALIBRATION
-from gregale.axes.mesh import MeshConfig
+from gregale.axes.layout import MeshConfig
 from gregale.errors import UserError
-from gregale.model.compute_config import ComputeConfig
-from gregale.model.config import LlamaConfig
+from gregale.model.config import ComputeConfig
+from gregale.model.llama import LlamaConfig
 from gregale.programs.plan.compiling import DUMPED, read_dump
 from gregale.programs.plan.devices import Target, topology_target
 from gregale.programs.plan.report import kernels_of, report_of

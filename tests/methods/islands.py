@@ -13,17 +13,15 @@ import optax
 from haliax import Axis, NamedArray
 
 from gregale.axes.layout import Layout
-from gregale.codecs.config import ReduceConfig
-from gregale.communication.shards import on_host
+from gregale.codecs.codec import ReduceConfig
+from gregale.communication.reduce import on_host
 from gregale.methods.diloco import Diloco
-from gregale.methods.fragments import Fragment
 from gregale.methods.island import Island
 from gregale.methods.island_outer import HostOuter
 from gregale.methods.psdp import Psdp
-from gregale.methods.schedule import Schedule
+from gregale.methods.schedule import Fragment, Schedule
 from gregale.optim import Optimizer
-from gregale.training.state import initial_state
-from gregale.training.stepper import Stepper
+from gregale.training.state import Stepper, initial_state
 from tests.communication.links import all_together
 from tests.mesh.support import layout_of
 

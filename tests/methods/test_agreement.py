@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from haliax import Axis
 
+from gregale.axes.layout import MeshConfig, make_mesh
 from gregale.axes.mapping import standard_layout
-from gregale.axes.mesh import MeshConfig, make_mesh
-from gregale.methods.agreement import PseudoGradient, cosine, products
+from gregale.methods.method import PseudoGradient, cosine, products
 
 Layers, Embed, Other = Axis("layers", 3), Axis("embed", 512), Axis("other", 5)
 AXES = {"split": (Layers, Embed), "also": (Embed, Other), "whole": (Other,)}

@@ -9,19 +9,19 @@ import numpy as np
 import optax
 import pytest
 
+from gregale.axes.layout import MeshConfig, make_mesh
 from gregale.axes.mapping import standard_layout
-from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.axes.parameters import trainable
-from gregale.codecs.config import ReduceConfig
-from gregale.communication.shards import host_device
+from gregale.codecs.codec import ReduceConfig
+from gregale.communication.reduce import host_device
 from gregale.errors import UserError
 from gregale.methods.config import OUTER, DilocoConfig, MethodContext, PsdpConfig, StreamingDilocoConfig, SyncConfig
 from gregale.methods.diloco import Diloco
 from gregale.optim import AdamWConfig, GroupConfig, LinearSchedule, MuonConfig, OptimizerConfig, SgdConfig
-from gregale.programs.runtime.setup import set_up
+from gregale.programs.runtime.expert_parallelism import set_up
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
-from gregale.settings.config_schema import TYPE_NAMES, entries
+from gregale.settings.decoding import TYPE_NAMES, entries
 from tests.mesh.support import layout_of
 from tests.methods.islands import psdp_on
 

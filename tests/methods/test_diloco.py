@@ -12,19 +12,15 @@ import optax
 import pytest
 from haliax import Axis, NamedArray
 
+from gregale.axes.layout import MeshConfig, make_mesh
 from gregale.axes.mapping import standard_layout
-from gregale.axes.mesh import MeshConfig, make_mesh
-from gregale.codecs.config import ReduceConfig
+from gregale.codecs.codec import ReduceConfig
 from gregale.communication.quantised import QuantisedReducer
-from gregale.methods.diloco import Diloco
-from gregale.methods.fragments import FRAGMENT, Fragment
-from gregale.methods.outer import QuantisedOuter, sending_layout
+from gregale.methods.diloco import Diloco, QuantisedOuter, sending_layout, sync_axis
 from gregale.methods.psdp import Psdp
-from gregale.methods.replicas import sync_axis
-from gregale.methods.schedule import Schedule
+from gregale.methods.schedule import FRAGMENT, Fragment, Schedule
 from gregale.optim import Optimizer
-from gregale.training.state import initial_state
-from gregale.training.stepper import Stepper
+from gregale.training.state import Stepper, initial_state
 
 LAYERS, WIDTH, ROWS = 5, 8, 16
 Layers, Embed, Batch = Axis("layers", LAYERS), Axis("embed", WIDTH), Axis("batch", ROWS)

@@ -8,13 +8,12 @@ import optax
 import pytest
 from haliax import Axis, NamedArray
 
+from gregale.axes.layout import MeshConfig, make_mesh
 from gregale.axes.mapping import standard_layout
-from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.errors import UserError
 from gregale.methods.diloco import Diloco
 from gregale.methods.schedule import Schedule
-from gregale.training.state import initial_state
-from gregale.training.stepper import Stepper
+from gregale.training.state import Stepper, initial_state
 
 Batch, Layers = Axis("batch", 2), Axis("layers", 2)
 OUTER = optax.sgd(0.7, momentum=0.9, nesterov=True)

@@ -8,13 +8,12 @@ import pytest
 from haliax import Axis
 
 from gregale.audit import audit
+from gregale.axes.layout import MeshConfig, make_mesh
 from gregale.axes.mapping import standard_layout
-from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.errors import UserError
 from gregale.methods.psdp import Psdp
 from gregale.optim import Optimizer
-from gregale.training.state import initial_state
-from gregale.training.stepper import Stepper
+from gregale.training.state import Stepper, initial_state
 from tests.methods.test_diloco import INNER_RATE, ROWS, SCALES, first_model, named_batch, rows, squared_error
 from tests.plugins import EXAMPLES, plugins_from
 

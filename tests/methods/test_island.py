@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 
+from gregale.axes.layout import MeshConfig, make_mesh
 from gregale.axes.mapping import standard_layout
-from gregale.axes.mesh import MeshConfig, make_mesh
-from gregale.codecs.config import FeedbackConfig, ReduceConfig
+from gregale.codecs.codec import FeedbackConfig, ReduceConfig
 from gregale.methods.diloco import Diloco
 from gregale.methods.schedule import Schedule
 from tests.mesh.support import layout_of

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from gregale.codecs.config import ReduceConfig
+from gregale.codecs.codec import ReduceConfig
 from gregale.communication.network import OwnError, Reduced
 from gregale.methods.island_outer import HostOuter
 from gregale.methods.island_traffic import IslandTraffic

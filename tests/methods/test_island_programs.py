@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from gregale.audit import audit
-from gregale.audit.memory import compiler_memory
-from gregale.codecs.config import ReduceConfig
+from gregale.audit.estimate import compiler_memory
+from gregale.codecs.codec import ReduceConfig
 from gregale.methods.island import Island
 from gregale.methods.island_outer import HostOuter
 from gregale.methods.schedule import Schedule

@@ -9,10 +9,9 @@ import pytest
 from gregale.audit import audit
 from gregale.audit.traffic import bytes_by_axes
 from gregale.axes.layout import REPLICA
-from gregale.codecs.config import ReduceConfig
+from gregale.codecs.codec import ReduceConfig
 from gregale.communication.reduce import ExactReducer
-from gregale.training.state import abstract_state, initial_state
-from gregale.training.stepper import Stepper
+from gregale.training.state import Stepper, abstract_state, initial_state
 from tests.mesh.support import layout_of
 from tests.methods.islands import Net, batch_of, psdp_on, rows
 

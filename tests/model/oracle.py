@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gregale.model.config import LlamaConfig
-from gregale.model.llama import Llama
-from gregale.model.scaling import LinearScaling, Llama3Scaling, RotaryScaling
+from gregale.model.config import LinearScaling, Llama3Scaling, RotaryScaling
+from gregale.model.llama import Llama, LlamaConfig
 
 Weights = dict[str, jax.Array]
 

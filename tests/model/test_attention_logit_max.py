@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from gregale.model import attention
-from gregale.model.attention import largest_logits
+from gregale.model import layers
+from gregale.model.layers import largest_logits
 from gregale.model.llama import Llama
 from tests.mesh.support import SMALL, executed, held, kernels_of, layout_of, placed, small_model, token_batch
 from tests.model import oracle
@@ -29,7 +29,7 @@ def by_pairs(q, k, segments, window) -> np.ndarray:
 
 @pytest.mark.parametrize(("window", "packed"), [(None, False), (3, True)])
 def test_they_are_the_largest_of_the_pairs(window, packed, monkeypatch):
-    monkeypatch.setattr(attention, "QUERIES", 4)  # three blocks, of which the last begins early
+    monkeypatch.setattr(layers, "QUERIES", 4)  # three blocks, of which the last begins early
     random = np.random.default_rng(0)
     q, k = (random.normal(size=(2, 10, heads, 4)).astype(np.float32) for heads in (4, 2))
     segments = np.sort(random.integers(0, 3, (2, 10)), axis=1) if packed else None

@@ -8,9 +8,8 @@ import pytest
 from haliax import Axis
 
 from gregale.axes.layout import LAYERS
-from gregale.model.compute_config import REMAT
-from gregale.model.layer_kinds import LayerSegment, layer_segments
-from gregale.model.remat import named
+from gregale.model.config import REMAT
+from gregale.model.execution import LayerSegment, layer_segments, named
 from tests.mesh.support import one_device
 
 WINDOWS, FULL = 0, 1

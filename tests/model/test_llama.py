@@ -14,13 +14,11 @@ from gregale.axes.layout import BATCH
 from gregale.axes.parameters import parameter_count
 from gregale.errors import UserError
 from gregale.model.cache import for_tokens
-from gregale.model.compute_config import ComputeConfig
-from gregale.model.config import GemmaConfig, LlamaConfig
-from gregale.model.kernels.cpu.kernels import cpu_kernels
-from gregale.model.kernels.reference import PLAIN
+from gregale.model.config import ComputeConfig, LinearScaling, Llama3Scaling
+from gregale.model.kernels.cpu import cpu_kernels
+from gregale.model.kernels.operations import PLAIN
 from gregale.model.kernels.tpu.kernels import tpu_kernels
-from gregale.model.llama import Llama
-from gregale.model.scaling import LinearScaling, Llama3Scaling
+from gregale.model.llama import GemmaConfig, Llama, LlamaConfig
 from tests.mesh.support import assert_trees_close, executed, kernels_of, layout_of, one_device, small_model, token_batch
 from tests.model import oracle
 

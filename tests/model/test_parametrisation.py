@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from gregale.axes.layer_stacks import names_of_arrays
-from gregale.axes.parameters import trainable
+from gregale.axes.parameters import names_of_arrays, trainable
 from gregale.errors import UserError
-from gregale.model.config import GemmaConfig, LlamaConfig
-from gregale.model.experts_config import ExpertsConfig
-from gregale.model.llama import Llama
+from gregale.model.config import ExpertsConfig
+from gregale.model.llama import GemmaConfig, Llama, LlamaConfig
 from gregale.model.losses import losses_of
 from gregale.model.parametrisation import CompletePConfig, scaled
 from gregale.optim import AdamWConfig, ConstantSchedule, GroupConfig, LionConfig, MuonConfig, SgdConfig

@@ -8,12 +8,12 @@ import pytest
 from haliax import Axis
 
 from gregale.huggingface.config import read_config
-from gregale.model.attention import frequencies, rotate
-from gregale.model.config import LlamaConfig
-from gregale.model.kernels.cpu.kernels import cpu_kernels
-from gregale.model.kernels.reference import PLAIN
+from gregale.model.config import LinearScaling, Llama3Scaling
+from gregale.model.kernels.cpu import cpu_kernels
+from gregale.model.kernels.operations import PLAIN
 from gregale.model.kernels.tpu.kernels import tpu_kernels
-from gregale.model.scaling import LinearScaling, Llama3Scaling
+from gregale.model.layers import frequencies, rotate
+from gregale.model.llama import LlamaConfig
 from tests.model import oracle
 
 LLAMA_3 = Llama3Scaling(factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_context=8192)

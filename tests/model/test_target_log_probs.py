@@ -9,7 +9,7 @@ from haliax import Axis
 
 from gregale.axes.layout import BATCH
 from gregale.model.execution import Execution
-from gregale.model.target_log_probs import target_scores
+from gregale.model.loss import target_scores
 from tests.mesh.support import layout_of, one_device, placed
 from tests.model import oracle
 from tests.model.test_llama import BATCH_OF_TOKENS, CONFIGS, VOCABULARY, made

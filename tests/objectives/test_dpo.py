@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import NamedArray
 
-from gregale.objectives.dpo import DpoConfig
+from gregale.objectives import DpoConfig
 
 
 def test_the_chosen_answer_is_the_first_row_of_a_pair():

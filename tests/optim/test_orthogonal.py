@@ -15,9 +15,8 @@ from haliax import Axis
 
 from gregale.audit import audit
 from gregale.audit.traffic import Transfer
-from gregale.axes.layout import Layout
+from gregale.axes.layout import Layout, MeshConfig, make_mesh
 from gregale.axes.mapping import standard_layout
-from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.optim import AdamWConfig, MuonConfig, Optimizer
 from tests.audit.steps import flops_of
 

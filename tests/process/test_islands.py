@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 
 from gregale import storage
-from gregale.axes.mesh import make_mesh
+from gregale.axes.layout import make_mesh
 from gregale.cli import main
+from gregale.data.mixtures import staged_examples, with_mixture
 from gregale.data.preparation import prepare
-from gregale.data.staged import staged_examples, with_mixture
 from gregale.islands import outer_checkpoint
 from gregale.methods.island import Island
 from gregale.programs.runtime.batches import Placement
-from gregale.programs.runtime.setup import set_up
+from gregale.programs.runtime.expert_parallelism import set_up
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
 from gregale.runs.run_paths import RunPaths

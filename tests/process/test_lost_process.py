@@ -27,7 +27,7 @@ from gregale.errors import UserError
 from gregale.distributed.config import DistributedConfig
 from gregale.distributed.devices import start_devices
 from gregale.distributed.liveness import monitor_peers
-from gregale.distributed.hang_detector import Phase
+from gregale.distributed.liveness import Phase
 
 rank, processes, port, errs_at = map(int, sys.argv[1:])
 config = DistributedConfig(f"127.0.0.1:{{port}}", processes, rank, timeout_seconds={TIMEOUT_SECONDS})

@@ -17,9 +17,8 @@ import jax
 import numpy as np
 import pytest
 
-from gregale.checkpoint.manifest import find_damage
-from gregale.checkpoint.retention import folder_name
-from gregale.checkpoint.store import Checkpoints
+from gregale.checkpoint.files import find_damage
+from gregale.checkpoint.store import Checkpoints, folder_name
 from gregale.storage import ObjectPath
 from tests.forked import Popen
 

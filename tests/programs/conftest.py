@@ -18,8 +18,7 @@ from gregale.programs.runtime import setup as setup_module
 from gregale.programs.runtime.evaluation import EvaluationText, Evaluator
 from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import TrainConfig
-from gregale.training.state import TrainState
-from gregale.training.stepper import Stepper
+from gregale.training.state import Stepper, TrainState
 from tests.programs.tiny import EVALUATE, write_inputs
 
 # What the program of a step follows from.
@@ -33,7 +32,7 @@ OF_NO_METHOD = {"name", "runs", "log_every", "max_skipped", "checkpoint", "expor
 def traced_programs() -> Iterator[dict[tuple[str, str], Any]]:
     """Runs with the same programs share them: to trace them takes most of the time of a short run."""
     made: dict[tuple[str, str], Any] = {}
-    stepper, initial_state, place, begin = Setup.stepper, Setup.initial_state, setup_module._placed, Evaluator.__init__
+    stepper, initial_state, place, begin = Setup.stepper, Setup.initial_state, setup_module.placed, Evaluator.__init__
 
     def of_a_step(setup: Setup, method: Method) -> str:
         settings = [getattr(setup.config, name) for name in OF_A_STEP]
@@ -68,7 +67,7 @@ def traced_programs() -> Iterator[dict[tuple[str, str], Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Setup, "stepper", shared_stepper)
         patch.setattr(Setup, "initial_state", shared_state)
-        patch.setattr(setup_module, "_placed", shared_setup)
+        patch.setattr(setup_module, "placed", shared_setup)
         patch.setattr(Evaluator, "__init__", shared_sums)
         yield made
 

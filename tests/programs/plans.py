@@ -8,11 +8,12 @@ from typing import Any
 import jax
 
 from gregale.audit.chips import chip
-from gregale.axes.mesh import make_mesh
+from gregale.axes.layout import make_mesh
 from gregale.programs.plan.devices import simulated_target
 from gregale.programs.plan.step import Plan, plan_step
 from gregale.programs.plan.text import print_report
-from gregale.programs.runtime.setup import Setup, set_up
+from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
 from gregale.terminal import Console

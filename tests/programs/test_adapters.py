@@ -19,14 +19,15 @@ from gregale.axes.parameters import with_arrays
 from gregale.cli import main
 from gregale.data.tokenizers import load_tokenizer
 from gregale.errors import UserError
+from gregale.huggingface.families import parameters_of, slots_of
 from gregale.huggingface.folder import ADAPTER, read_json
 from gregale.huggingface.peft import FREE, adapter_slots, check_settings
-from gregale.huggingface.tensor_names import parameters_of, slots_of
-from gregale.model.adapter_config import LoraConfig
+from gregale.model.config import LoraConfig
 from gregale.model.llama import Llama
 from gregale.model.losses import losses_of
 from gregale.programs.runtime.adapters import base_name, family_of
-from gregale.programs.runtime.setup import Setup, set_up
+from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.setup import Setup
 from gregale.programs.runtime.trained_model import Base, open_trained, weights_of
 from gregale.programs.train.resume import started_state
 from gregale.runs.config import TrainConfig

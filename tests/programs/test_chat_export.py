@@ -5,7 +5,7 @@ import json
 import pytest
 import transformers
 
-from gregale.data.chat.encoding import ChatEncoder
+from gregale.data.chat.renderer import ChatEncoder
 from gregale.data.chat.template import ChatTemplate, built_in
 from gregale.data.sources import ChatSource
 from gregale.data.tokenizers import BytesTokenizer, LibraryTokenizer

@@ -9,15 +9,15 @@ import jax
 import pytest
 import yaml
 
-from gregale.axes.mesh import make_mesh
+from gregale.axes.layout import make_mesh
 from gregale.errors import UserError
-from gregale.model.config import GemmaConfig, LlamaConfig
+from gregale.model.config import YarnScaling
+from gregale.model.llama import GemmaConfig, LlamaConfig
 from gregale.model.parametrisation import CompletePConfig
-from gregale.model.scaling import YarnScaling
 from gregale.programs.plan import command as plan
 from gregale.programs.runtime import memory
 from gregale.programs.runtime.default_sizes import with_default_sizes, with_model_of, with_origin_model
-from gregale.programs.runtime.setup import set_up
+from gregale.programs.runtime.expert_parallelism import set_up
 from gregale.programs.train.command import with_what_is_left_out
 from gregale.runs.config import BatchConfig, TrainConfig
 from gregale.runs.parsing import load

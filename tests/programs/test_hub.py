@@ -18,14 +18,12 @@ import pytest
 from gregale.cli.invocation import bound
 from gregale.data.tokenizers import BpeConfig, FileConfig, load_tokenizer
 from gregale.errors import UserError, install_hint
-from gregale.huggingface.families import FAMILIES
+from gregale.huggingface.families import FAMILIES, parameters_of
 from gregale.huggingface.folder import INDEX, made_whole, open_folder
 from gregale.huggingface.hub import shape_and_tokenizer
 from gregale.huggingface.safetensors import read_header
-from gregale.huggingface.tensor_names import parameters_of
-from gregale.model.base import HuggingFaceConfig
-from gregale.model.config import LlamaConfig
-from gregale.model.scaling import Llama3Scaling, YarnScaling
+from gregale.model.config import HuggingFaceConfig, Llama3Scaling, YarnScaling
+from gregale.model.llama import LlamaConfig
 from gregale.programs.command import Command
 from gregale.programs.exporting import Exported, rounded, write_beside
 from gregale.programs.runtime.trained_model import find_run, on_devices, open_trained, opened, set_up_run

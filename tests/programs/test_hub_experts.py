@@ -10,12 +10,11 @@ import pytest
 import yaml
 
 from gregale.errors import UserError
-from gregale.huggingface.exportable import family_that_has, lacking
-from gregale.huggingface.families import FAMILIES
+from gregale.huggingface.config import family_that_has, lacking
+from gregale.huggingface.families import FAMILIES, parameters_of
 from gregale.huggingface.folder import open_folder
-from gregale.huggingface.tensor_names import parameters_of
-from gregale.model.config import LlamaConfig
-from gregale.model.experts_config import BalanceConfig, ExpertsConfig
+from gregale.model.config import BalanceConfig, ExpertsConfig
+from gregale.model.llama import LlamaConfig
 from gregale.programs.runtime.trained_model import open_trained
 from tests.huggingface.hub import continued, made
 from tests.packages import Package

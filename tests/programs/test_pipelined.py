@@ -7,7 +7,7 @@ import pytest
 from gregale.cli import main
 from gregale.data.preparation import prepare
 from gregale.data.tokenizers import load_tokenizer
-from gregale.inference.token_sampling import Sampling
+from gregale.inference.generate import Sampling
 from gregale.programs.runtime.evaluation import Evaluator, evaluation_text
 from gregale.programs.runtime.trained_model import open_trained
 from gregale.programs.sample.sampler import training_sampler

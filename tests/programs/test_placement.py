@@ -5,16 +5,16 @@ from pathlib import Path
 
 import pytest
 
+from gregale.axes.layout import MeshConfig, make_mesh
 from gregale.axes.mapping import MappingConfig
-from gregale.axes.mesh import MeshConfig, make_mesh
-from gregale.communication.pipeline.config import PipelineConfig
+from gregale.communication.pipeline import PipelineConfig
 from gregale.errors import UserError
 from gregale.programs.plan.devices import simulated_target
 from gregale.programs.plan.report import experts_of
 from gregale.programs.plan.search import SearchOptions, search
 from gregale.programs.plan.text import experts_line
-from gregale.programs.runtime.placement import Choice, Figures, choice_of
-from gregale.programs.runtime.setup import Setup, in_places, set_up
+from gregale.programs.runtime.expert_parallelism import Choice, Figures, choice_of, in_places, set_up
+from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
 from tests.audit.steps import small_setup

@@ -5,9 +5,9 @@ from dataclasses import replace
 import jax
 import pytest
 
-from gregale.audit.step import CPU
+from gregale.audit.estimate import CPU
 from gregale.cli import main
-from gregale.communication.pipeline.schedule import Schedule
+from gregale.communication.pipeline import Schedule
 from gregale.data.config import DataConfig
 from gregale.data.preparation import prepare
 from gregale.data.sources.text import TextSource

@@ -6,7 +6,7 @@ from dataclasses import replace
 import jax
 import pytest
 
-from gregale.audit.device_axes import BETWEEN, INSIDE
+from gregale.audit.collectives import BETWEEN, INSIDE
 from gregale.audit.roofline import Roofline
 from gregale.cli import main
 from gregale.methods.comparison import compared

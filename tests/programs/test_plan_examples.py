@@ -9,22 +9,20 @@ from dataclasses import dataclass, replace
 import draccus
 import pytest
 
-from gregale.audit.call_graph import walk
 from gregale.audit.chips import GIB, chip
-from gregale.audit.device_axes import INSIDE
-from gregale.audit.hlo import parse
-from gregale.audit.memory import Estimate
+from gregale.audit.collectives import INSIDE
+from gregale.audit.estimate import ACCELERATOR, CPU, Estimate
+from gregale.audit.hlo import parse, walk
 from gregale.audit.overlap import ends
 from gregale.audit.pallas_cost import grouped_of
-from gregale.audit.step import ACCELERATOR, CPU
-from gregale.axes.mesh import make_mesh
+from gregale.axes.layout import make_mesh
 from gregale.data.tokenizers import BpeConfig
 from gregale.programs.plan.command import tokens_of
 from gregale.programs.plan.devices import topology_target
 from gregale.programs.plan.remedies import _mesh
 from gregale.programs.plan.shapes import estimate
 from gregale.programs.plan.step import MEMORY, Plan, plan_step
-from gregale.programs.runtime.setup import set_up
+from gregale.programs.runtime.expert_parallelism import set_up
 from gregale.runs.config import TrainConfig
 from gregale.runs.history import flat
 from gregale.runs.parsing import load, read_yaml

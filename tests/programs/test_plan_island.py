@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from gregale.audit.device_axes import BETWEEN, INSIDE
+from gregale.audit.collectives import BETWEEN, INSIDE
 from gregale.audit.roofline import Roofline
 from gregale.errors import UserError
 from gregale.methods.island_traffic import IslandTraffic

@@ -8,8 +8,7 @@ from io import StringIO
 import pytest
 
 from gregale.audit.chips import chip
-from gregale.audit.device_axes import BETWEEN, INSIDE
-from gregale.audit.report import Audit
+from gregale.audit.collectives import BETWEEN, INSIDE, Audit
 from gregale.cli import main
 from gregale.errors import UserError
 from gregale.model.execution import execution
@@ -17,8 +16,7 @@ from gregale.programs.plan.candidates import Candidate, ScoredCandidate, candida
 from gregale.programs.plan.devices import simulated_target
 from gregale.programs.plan.search import ENOUGH, SearchOptions, _Compiler, all_candidates, search
 from gregale.programs.plan.search_text import print_search
-from gregale.programs.plan.step import MEMORY, plan_step, setup_for
-from gregale.programs.plan.step_seconds import scheduled_seconds
+from gregale.programs.plan.step import MEMORY, plan_step, scheduled_seconds, setup_for
 from gregale.programs.plan.text import print_remedies
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load

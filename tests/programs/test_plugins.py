@@ -15,10 +15,9 @@ from haliax import Axis
 
 from gregale.cli import main
 from gregale.errors import UserError
-from gregale.huggingface.exportable import exported_family
-from gregale.model.base import ModelConfig
-from gregale.model.config import LlamaConfig
-from gregale.model.llama import Block, Llama
+from gregale.huggingface.config import exported_family
+from gregale.model.config import ModelConfig
+from gregale.model.llama import Block, Llama, LlamaConfig
 from tests.docs.pages import ROOT, blocks
 from tests.plugins import EXAMPLES, plugins_from
 from tests.programs.tiny import CONFIG, assert_same_state, lines, write_inputs
@@ -42,7 +41,7 @@ BARE = """
 from dataclasses import dataclass
 import equinox as eqx
 from causal_mixer import Mixer, MixerConfig
-from gregale.model.base import ModelConfig
+from gregale.model.config import ModelConfig
 
 class Bare(eqx.Module):
     mixer: Mixer
@@ -291,7 +290,7 @@ WRONG = """
 from dataclasses import dataclass
 import haliax as hax
 from causal_mixer import Mixer, MixerConfig
-from gregale.model.base import ModelConfig
+from gregale.model.config import ModelConfig
 from gregale.settings import setting
 
 class Wrong(Mixer):

@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 import yaml
 
-from gregale.axes.layout import is_named
-from gregale.axes.mesh import make_mesh
+from gregale.axes.layout import is_named, make_mesh
 from gregale.cli import main
-from gregale.communication.accumulate import Accumulated
+from gregale.communication.reduce import Accumulated
 from gregale.data.tokenizers import load_tokenizer
 from gregale.errors import UserError
+from gregale.huggingface.families import parameters_of, path_of, slots_of
 from gregale.huggingface.peft import adapter_slots
-from gregale.huggingface.tensor_names import parameters_of, path_of, slots_of
 from gregale.programs.runtime.adapters import family_of
-from gregale.programs.runtime.setup import Setup, set_up
+from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.setup import Setup
 from gregale.programs.runtime.trained_model import Base
 from gregale.programs.train.resume import started_state
 from gregale.runs.config import TrainConfig

@@ -10,10 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gregale.axes.mesh import MeshConfig
+from gregale.axes.layout import MeshConfig
 from gregale.data.tokenizers import load_tokenizer
-from gregale.inference.generate import Generator
-from gregale.inference.token_sampling import Sampling
+from gregale.inference.generate import Generator, Sampling
 from gregale.programs.runtime.trained_model import on_devices, open_trained, set_up_run
 from gregale.programs.sample.command import context_of
 from gregale.programs.sample.sampler import steady, training_sampler

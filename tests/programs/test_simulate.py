@@ -7,8 +7,7 @@ import pytest
 
 from gregale.errors import UserError
 from gregale.programs.simulate import SimulateConfig, main
-from gregale.timeline.methods import PAPER_METHODS
-from gregale.timeline.simulate import GRID_GBIT_PER_SECOND
+from gregale.timeline import GRID_GBIT_PER_SECOND, PAPER_METHODS
 
 
 def printed(capsys, **fields):

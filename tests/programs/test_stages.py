@@ -9,7 +9,7 @@ import pytest
 
 from gregale.checkpoint.store import Checkpoints
 from gregale.programs.train.steps import MeshSteps
-from gregale.storage.jsonl_reader import read_entries
+from gregale.storage.jsonl import read_entries
 from gregale.streams import LEFT_AT_EXIT
 from tests.programs.tiny import assert_same_state, checkpoint_steps, lines, losses
 from tests.runs.runs import write_starts

@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gregale.checkpoint.retention import folder_name
+from gregale.checkpoint.store import folder_name
 from gregale.cli import main
 from gregale.data.tokenizers import BytesTokenizer, load_tokenizer
-from gregale.evaluation.tasks.continuations import encoded
-from gregale.evaluation.tasks.files import read_tasks
+from gregale.evaluation.tasks import encoded, read_tasks
 from gregale.programs.runtime.scoring import Scorer, halves
 from gregale.programs.runtime.sliding_window import SlidingEvaluation
 from gregale.programs.runtime.trained_model import open_trained

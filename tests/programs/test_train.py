@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from gregale import __version__ as gregale_version
-from gregale.checkpoint.leaves import arrays_by_name
+from gregale.checkpoint.files import arrays_by_name
 from gregale.checkpoint.store import Checkpoints
 from gregale.data.examples import Examples
 from gregale.programs.runtime.checkpointed import checkpoint_template
-from gregale.programs.runtime.setup import set_up
+from gregale.programs.runtime.expert_parallelism import set_up
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
 from tests.programs.tiny import (

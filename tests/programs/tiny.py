@@ -16,9 +16,8 @@ import jax
 import numpy as np
 import yaml
 
-from gregale.checkpoint.manifest import root_of
-from gregale.checkpoint.retention import committed_steps, folder_name
-from gregale.checkpoint.store import Checkpoints
+from gregale.checkpoint.files import root_of
+from gregale.checkpoint.store import Checkpoints, committed_steps, folder_name
 from gregale.storage import StoragePath
 from tests.forked import Popen
 

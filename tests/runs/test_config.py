@@ -7,29 +7,27 @@ from typing import Any, get_args
 import jax
 import pytest
 
-from gregale.checkpoint.leaves import arrays_by_name
-from gregale.checkpoint.retention import CheckpointConfig
+from gregale.checkpoint.files import arrays_by_name
+from gregale.checkpoint.store import CheckpointConfig
 from gregale.cli import PROGRAMS
-from gregale.codecs.config import ReduceConfig
+from gregale.codecs.codec import ReduceConfig
 from gregale.data.config import DataConfig
 from gregale.data.sources import TextSource
 from gregale.data.tokenizers import BpeConfig
 from gregale.errors import KeyedError, UserError
 from gregale.islands.protocol.settings import heal_seconds, timing_of
 from gregale.methods.config import DilocoConfig, SyncConfig
-from gregale.model.config import LlamaConfig
-from gregale.model.scaling import Llama3Scaling
-from gregale.optim.config import AdamWConfig, LionConfig, OptimizerConfig, SgdConfig
-from gregale.optim.groups import GroupConfig
+from gregale.model.config import Llama3Scaling
+from gregale.model.llama import LlamaConfig
+from gregale.optim.config import AdamWConfig, GroupConfig, LionConfig, OptimizerConfig, SgdConfig
 from gregale.optim.schedules import ConstantSchedule
 from gregale.runs.config import BatchConfig, DistributedConfig, EvaluationConfig, SamplesConfig, TrainConfig
 from gregale.runs.config_diff import changes
 from gregale.runs.islands import IslandsConfig
 from gregale.runs.parsing import dump, load
 from gregale.settings import Settings
-from gregale.settings.config_schema import choices, entries, is_registry, type_name, types_of
-from gregale.settings.suggestions import known_entries, section_of
-from gregale.tracking.choices import TensorBoardConfig, WandbConfig
+from gregale.settings.decoding import choices, entries, is_registry, known_entries, section_of, type_name, types_of
+from gregale.tracking.trackers import TensorBoardConfig, WandbConfig
 
 BASE = TrainConfig("a", 10)
 

@@ -21,7 +21,7 @@ from tests.plugins import plugins_from
 
 MODULE = """
 from dataclasses import dataclass
-from gregale.model.base import ModelConfig
+from gregale.model.config import ModelConfig
 from gregale.settings import setting
 
 @ModelConfig.register_subclass("mine")
@@ -94,7 +94,7 @@ MISTAKES = {
     ),
     "taken codec": (
         "other",
-        "from gregale.codecs.config import register_codec\nregister_codec('int8', print)",
+        "from gregale.codecs.codec import register_codec\nregister_codec('int8', print)",
         "other.py, line 2): ValueError: Cannot register the codec int8: the name is taken",
     ),
 }

@@ -9,18 +9,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import jax
 import pytest
 
-import gregale
-from gregale.distributed import settings_check
-from gregale.distributed.agreement import difference, to_text
+from gregale.distributed import rendezvous
 from gregale.distributed.config import DistributedConfig
 from gregale.distributed.liveness import EXIT_CODE, Peer
-from gregale.distributed.settings_check import agree, environment_terms, source_digest, version_terms
+from gregale.distributed.rendezvous import agree, difference, environment_terms, source_digest, to_text, version_terms
 from gregale.errors import UserError
 from gregale.programs.island.stages import MUST_AGREE
 from gregale.runs.config import TrainConfig
 from gregale.runs.process_agreement import MAY_DIFFER, matches, process_terms
-from gregale.settings.config_schema import entries
-from gregale.tracking.choices import WandbConfig
+from gregale.settings.decoding import entries
+from gregale.tracking.trackers import WandbConfig
 
 CONFIG = TrainConfig("tiny", 4)
 
@@ -124,8 +122,8 @@ def test_two_checkouts_of_one_version_are_told_apart(tmp_path, monkeypatch):
     digests = set()
     for text in ("a = 1", "a = 2"):
         (tmp_path / "module.py").write_text(text)
-        monkeypatch.setattr(gregale, "__file__", str(tmp_path / "__init__.py"))
-        settings_check.source_digest.cache_clear()
+        monkeypatch.setattr(rendezvous, "__file__", str(tmp_path / "distributed" / "settings_check.py"))
+        rendezvous.source_digest.cache_clear()
         digests.add(source_digest())
-    settings_check.source_digest.cache_clear()
+    rendezvous.source_digest.cache_clear()
     assert len(digests) == 2

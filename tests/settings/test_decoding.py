@@ -10,9 +10,16 @@ from gregale.model.config import ModelConfig
 from gregale.optim import OptimizerConfig
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
-from gregale.settings.config_schema import choices, entries
-from gregale.settings.other_projects import MOST_SHOWN, counterparts, names_of, projects
-from gregale.settings.suggestions import is_known, known_entries
+from gregale.settings.decoding import (
+    MOST_SHOWN,
+    choices,
+    counterparts,
+    entries,
+    is_known,
+    known_entries,
+    names_of,
+    projects,
+)
 
 RUN = ["--name", "a", "--steps", "100"]
 RAW = {"name": "a", "steps": 100}

@@ -11,7 +11,7 @@ from gregale.errors import UserError
 from gregale.programs.train.command import READS
 from gregale.runs.config import TrainConfig
 from gregale.settings import DECAY, between, whole
-from gregale.settings.config_schema import entries
+from gregale.settings.decoding import entries
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from gregale.methods.config import DilocoConfig
 from gregale.programs.simulate import SimulateConfig
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
-from gregale.settings.config_schema import Entry, entries
+from gregale.settings.decoding import Entry, entries
 
 ODD = [
     *("0", "-1", "1", "2", "0.5", "-0.0", "1e-320", "1e308", "1e400", "2147483648", "18446744073709551616"),

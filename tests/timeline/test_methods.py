@@ -8,19 +8,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gregale.errors import UserError
-from gregale.timeline.methods import (
+from gregale.timeline import (
     METHODS,
     PAYLOADS,
+    PRESETS,
     Cadence,
+    Ring,
+    Workload,
     data_parallel,
     diloco,
     islands,
     psdp,
+    simulate,
     streaming,
     streaming_overlap,
 )
-from gregale.timeline.model import PRESETS, Ring, Workload
-from gregale.timeline.simulate import simulate
 
 
 def toy(layers=4, microbatches=1):

@@ -8,9 +8,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gregale.timeline.methods import METHODS, PAPER_METHODS, Cadence, Transfer, data_parallel
-from gregale.timeline.model import PRESETS, Ring, Workload
-from gregale.timeline.simulate import GRID_GBIT_PER_SECOND, needed_bandwidths, run_method, simulate
+from gregale.timeline import (
+    GRID_GBIT_PER_SECOND,
+    METHODS,
+    PAPER_METHODS,
+    PRESETS,
+    Cadence,
+    Ring,
+    Transfer,
+    Workload,
+    data_parallel,
+    needed_bandwidths,
+    run_method,
+    simulate,
+)
 
 BANDWIDTHS = np.logspace(-1, 3, 9)
 DOCUMENT = Path(__file__).parents[2] / "docs" / "simulate.md"

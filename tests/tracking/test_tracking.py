@@ -16,12 +16,11 @@ from hypothesis import strategies as st
 
 from gregale.errors import UserError
 from gregale.programs.train.step_log import Rate
-from gregale.storage import RetryPolicy, jsonl_writer, storage_path
+from gregale.storage import RetryPolicy, jsonl, storage_path
 from gregale.tracking.callback import Callbacks, RunInfo
-from gregale.tracking.choices import TrackerConfig, check_installed, open_trackers
 from gregale.tracking.console import Console
 from gregale.tracking.metrics import METRICS, metric_of
-from gregale.tracking.tracker import Guarded, JsonlTracker, Tracker
+from gregale.tracking.trackers import Guarded, JsonlTracker, Tracker, TrackerConfig, check_installed, open_trackers
 from tests.disk import largest_file
 from tests.stores import Fault, proxied
 from tests.test_terminal import Terminal
@@ -132,7 +131,7 @@ def test_lines_are_written_before_a_checkpoint_counts_and_at_the_end(s3):
 
 
 def test_lines_are_written_after_a_while_and_kept_while_the_store_is_away(s3, s3_endpoint, monkeypatch):
-    monkeypatch.setattr(jsonl_writer, "FLUSH_SECONDS", 0.05)
+    monkeypatch.setattr(jsonl, "FLUSH_SECONDS", 0.05)
     with proxied(s3_endpoint) as (endpoint, proxy):
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
         reports: list[str] = []

@@ -13,8 +13,8 @@ import pytest
 from gregale.errors import UserError
 from gregale.runs.config import TrainConfig
 from gregale.storage import RetryPolicy
-from gregale.training import compilation_cache
-from gregale.training.compilation_cache import FOLDER, keep_compiled, processor, user_cache
+from gregale.training import compiler
+from gregale.training.compiler import FOLDER, keep_compiled, processor, user_cache
 from tests.anew import as_a_process_begins, cache_events
 from tests.disk import largest_file
 
@@ -133,7 +133,7 @@ def test_another_processor_has_programs_of_its_own(monkeypatch):
 
 
 def test_what_was_not_used_for_longest_makes_room(tmp_path, monkeypatch):
-    monkeypatch.setattr(compilation_cache, "MAX_BYTES", 250)
+    monkeypatch.setattr(compiler, "MAX_BYTES", 250)
     for machine, name, used in (("1", "a", 30), ("1", "b", 10), ("2", "c", 20), ("2", "d", 40)):
         path = tmp_path / f"compiled-{machine}" / f"jit_{name}-0-cache"
         path.parent.mkdir(exist_ok=True)
@@ -169,7 +169,7 @@ def test_a_damaged_one_in_the_store_is_compiled_and_written_anew(s3, events, tmp
 
 def test_a_store_that_is_away_is_said_once(s3, events, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(compilation_cache, "STORE_RETRIES", RetryPolicy(0.3, 0.3, 0.05))
+    monkeypatch.setattr(compiler, "STORE_RETRIES", RetryPolicy(0.3, 0.3, 0.05))
     with as_a_process_begins():
         keep_compiled("s3://nobody-made-this/programs")
         assert "there is no bucket s3://nobody-made-this" in capfd.readouterr().err
@@ -183,7 +183,7 @@ def test_a_store_that_is_away_is_said_once(s3, events, tmp_path, monkeypatch, ca
 
 def test_a_store_that_fails_later_is_left_for_the_folder(s3, events, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(compilation_cache, "STORE_RETRIES", RetryPolicy(0.3, 0.3, 0.05))
+    monkeypatch.setattr(compiler, "STORE_RETRIES", RetryPolicy(0.3, 0.3, 0.05))
     keep_compiled(str(s3))
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     warnings.warn("Error reading persistent compilation cache entry for 'jit_a': out of order", stacklevel=1)

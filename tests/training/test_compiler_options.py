@@ -11,7 +11,7 @@ from gregale.methods.config import DilocoConfig
 from gregale.programs.plan.devices import topology_target
 from gregale.programs.sample.sampler import training_sampler
 from gregale.programs.train.resume import converted
-from gregale.training.compiler_options import DEFAULTS, check_compiler_options, compiler_options, sums_behind
+from gregale.training.compiler import DEFAULTS, check_compiler_options, compiler_options, sums_behind
 from tests.audit.steps import small_setup
 from tests.mesh.support import Device
 

@@ -6,11 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gregale.axes.mesh import MeshConfig
+from gregale.axes.layout import MeshConfig
 from gregale.methods.config import DilocoConfig
-from gregale.methods.spikes import SpikesConfig, SpikeWindow
-from gregale.training.state import counted_step, initial_state
-from gregale.training.stepper import Stepper
+from gregale.methods.method import SpikesConfig, SpikeWindow
+from gregale.training.state import Stepper, counted_step, initial_state
 from tests.mesh.support import held, token_batch
 from tests.mesh.test_mapping import EMPTY, ONE, POSITIONS, ROWS, VOCABULARY, set_up_on
 from tests.training.test_state import Training, batch

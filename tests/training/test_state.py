@@ -9,8 +9,7 @@ import pytest
 
 from gregale.methods.psdp import Psdp
 from gregale.optim import Optimizer
-from gregale.training.state import abstract_state, initial_state, state_shardings
-from gregale.training.stepper import Stepper
+from gregale.training.state import Stepper, abstract_state, initial_state, state_shardings
 from tests.mesh.support import layout_of
 
 ROWS = 8

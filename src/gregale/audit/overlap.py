@@ -2,22 +2,18 @@
 
 `schedule_of(text, collectives, rates, {})` simulates the program's schedule with a clock. An instruction takes the
 cycles that the compiler estimates; a Pallas kernel, which has no such estimate, takes the time of
-`gregale.audit.pallas_cost`. A collective takes the time of `gregale.audit.links`, or its bytes sent over the link's
-rate, one after another on each link, from its start. At the instruction that waits for its result, the remaining time
-is exposed and advances the clock. A synchronous collective is fully exposed. A transfer to the host's memory, or from
-it, is timed likewise; each direction has its own link.
+`gregale.audit.pallas_cost`. A collective takes the time of `gregale.audit.collectives`, or its bytes sent over the
+link's rate, one after another on each link, from its start. At the instruction that waits for its result, the remaining
+time is exposed and advances the clock. A synchronous collective is fully exposed. A transfer to the host's memory, or
+from it, is timed likewise; each direction has its own link.
 """
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from gregale.audit.call_graph import walk
-from gregale.audit.collectives import Collective
-from gregale.audit.device_axes import INSIDE
-from gregale.audit.hlo import Computation, Instruction, Module, parse
-from gregale.audit.links import Grid
-from gregale.audit.loops import Frame, read_loop
+from gregale.audit.collectives import INSIDE, Collective, Grid
+from gregale.audit.hlo import Computation, Frame, Instruction, Module, parse, read_loop, walk
 from gregale.audit.pallas_cost import Kernels, grouped_of, kernel_of, quantising_of
 
 # Seconds of published measurements over this clock's, their geometric mean: docs/tpu.md has the table, which

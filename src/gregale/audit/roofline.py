@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gregale.audit.chips import EIGHT_BIT, Chip
-from gregale.audit.device_axes import BETWEEN, INSIDE
-from gregale.audit.memory import offloaded_bytes
+from gregale.audit.collectives import BETWEEN, INSIDE
+from gregale.audit.estimate import StepShape, has_vocabulary, is_of_experts, is_stacked, offloaded_bytes, values
 from gregale.audit.pallas_cost import visible
-from gregale.audit.step import StepShape, has_vocabulary, is_of_experts, is_stacked, values
 
 FLOAT32 = 4
 FORWARD, BACKWARD = 2, 4  # FLOPs for a weight and a token: a multiply-add, and two of them for both gradients

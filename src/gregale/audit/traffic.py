@@ -2,35 +2,271 @@
 
 It covers a PSDP step, a step of DiLoCo's replicas, and the SEND and APPLY that join them. Bytes count as in the audit:
 on one device, the full array of each collective once, times its executions in a step. A mesh axis of size 1 carries no
-traffic.
+traffic. Weights and gradients of experts count as those of other layers.
 """
 
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from math import prod
 
 from haliax import NamedArray
 
-from gregale.audit.adapter_traffic import gradient_in_parts, sums_of_factors
-from gregale.audit.context_traffic import keys_and_values
-from gregale.audit.expert_traffic import exchanges, sent_forward, sums_of_experts, sums_of_loads
-from gregale.audit.preference_traffic import log_likelihoods
-from gregale.audit.step import (
+from gregale.audit.estimate import (
     Backend,
     ParameterShape,
+    PipelineShape,
     StepShape,
     in_eight_bits,
+    is_of_choice,
     is_of_experts,
     is_of_router,
     is_stacked,
     layers_of,
+    layers_of_a_stage,
+    of_an_iteration,
     values,
 )
-from gregale.audit.transfer import Transfer, bytes_by_part
-from gregale.axes.layout import CONTEXT, EMBED, REPLICA, ROUTER, Layout, is_layers
+from gregale.axes.layout import CONTEXT, EMBED, LORA_RANK, MODEL, REPLICA, ROUTER, SHARED_GATE, Layout, is_layers
+from gregale.codecs.codec import WireFormat
 
-STAGE, DATA, MODEL = "stage", "data", "model"
+
+@dataclass(frozen=True)
+class Transfer:
+    """A collective, or several equal ones, of a step.
+
+    - `purpose`: name of the payload.
+    - `kind`: the collective's name in the audit.
+    - `axes`: mesh axes that it crosses, in mesh order.
+    - `bytes`: payload on one device for one execution.
+    - `times`: executions in one step.
+    """
+
+    purpose: str
+    kind: str
+    axes: tuple[str, ...]
+    bytes: int
+    times: int = 1
+
+
+def bytes_by_part(held: WireFormat | None, values: int, width: int) -> dict[str, int]:
+    """Return the bytes of values of a weight: of floats of a width, or of codes and of scales of at least this width.
+
+    - `held`: the format of the weight's blocks; None: it is an array of floats
+    """
+    if held is None:
+        return {"weights": values * width}
+    return {"weights": values * held.bits // 8, "scales": values // held.block * max(held.scale_bits // 8, width)}
+
+
+def sent_bytes(transfer: Transfer, sizes: dict[str, int]) -> float:
+    """Return the bytes that one device sends for a transfer in a step, in a ring; of a permutation all."""
+    if transfer.kind == "collective-permute":
+        return transfer.bytes * transfer.times
+    devices = prod(sizes[axis] for axis in transfer.axes)
+    share = (devices - 1) / devices * (2 if transfer.kind == "all-reduce" else 1)
+    return transfer.bytes * transfer.times * share
+
+
+def sums_of_factors(step: StepShape, backend: Backend) -> list[Transfer]:
+    """Return what adapters of scanned layers sum: products over `model`, and keys of dropout over `context`."""
+    forward = 1 if step.remat == "none" else 2
+    found = [
+        Transfer("products with factors", "all-reduce", (MODEL,), size, step.microbatches * layers_of(factor))
+        for factor, size in products_with_factors(step, backend, step.tokens, forward)
+    ]
+    keys = INTEGER * step.rows_here * (step.drops and step.mesh[CONTEXT] > 1)
+    return [*found, Transfer("keys of dropout", "all-reduce", (CONTEXT,), keys, step.microbatches)]
+
+
+def products_with_factors(
+    step: StepShape, backend: Backend, tokens: int, forward: int
+) -> Iterator[tuple[NamedArray, int]]:
+    """Yield each factor with a sum over `model` in products of the width `lora_rank`, and the bytes of it in a layer.
+
+    A factor A whose inputs are split sums x A, and, for dropout, shares its first row. A factor B whose outputs are
+    split sums the gradient by x A.
+
+    - `tokens`: of a product on one device
+    - `forward`: how often x A is computed: again in the backward pass, which needs it for the gradient of B
+    """
+    width = max(step.compute_bytes, backend.narrowest_bytes)
+    for factor in step.weights if step.adapts else []:
+        if MODEL in step.split_by(factor, step.layout.compute):
+            is_a = factor.axes[-1].name == LORA_RANK
+            rows = forward * (tokens + step.drops) if is_a else tokens
+            yield factor, width * rows * factor.resolve_axis(LORA_RANK).size
+
+
+def gradient_in_parts(step: StepShape, weight: NamedArray, size: int, times: int) -> list[Transfer]:
+    """Return the transfers of the gradient of a factor that `model` does not split; none if it is summed as others are.
+
+    If the devices that store parts of the factor divide `model`, the partitioner gives each device of `model` the
+    product for one part. Parts are summed axis by axis, and then move to the devices that store them.
+    """
+    stored = step.split_by(weight, step.layout.params)
+    parts = prod(step.mesh[axis] for axis in stored)
+    if not step.adapts or MODEL in stored or parts == 1 or step.mesh[MODEL] % parts:
+        return []
+    sums = [Transfer("gradients", "all-reduce", (axis,), size // parts, times) for axis in SHARDS]
+    return [*sums, Transfer("gradients", "collective-permute", (*stored, MODEL), size // parts, times)]
+
+
+def keys_and_values(step: StepShape, backend: Backend, compares: bool = False) -> list[Transfer]:
+    """Return the transfers of keys, values and segments of sequences that devices share, and of their gradients.
+
+    - `compares`: of the forward pass with which a loss compares; it takes segments that were gathered once
+    """
+    if step.mesh[CONTEXT] == 1:
+        return []
+    width, layers = max(step.compute_bytes, backend.narrowest_bytes), step.microbatches * step.layers
+    passes = 1 if step.remat == "none" else 2
+    once = step.microbatches * (not compares) if backend.hoists_gathers else layers
+    found = [Transfer("segments", "all-gather", (CONTEXT,), INTEGER * step.rows_here * step.positions, once)]
+    for reach, share in Counter(step.reaches).items():
+        times, size = layers * share // len(step.reaches), 2 * step.shared_keys(reach) * width
+        there, back = "all-gather", "reduce-scatter"
+        if reach is not None:
+            there, back, size = "collective-permute", "collective-permute", size * reach // (reach + 1)
+        found += [
+            Transfer("keys and values", there, (CONTEXT,), size, passes * times),
+            Transfer("keys and values", back, (CONTEXT,), size, times * (not compares)),
+        ]
+    return found
+
+
+LOADS = "loads of experts"
+BALANCE_LOSS, Z_LOSS = "balance_loss", "router_z_loss"
+
+
+def sums_of_loads(step: StepShape) -> list[Transfer]:
+    """Return the sums of the model's `routing_sums`: first over a row's positions, then over rows and replicas.
+
+    The stages of a pipeline have those of their own layers.
+    """
+    kind, counts = "all-reduce", _counts(step)
+    if not counts:
+        return []
+    of_a_row = 2 * counts + (Z_LOSS in step.balance_terms) * step.layers_with_experts + 1
+    if BALANCE_LOSS in step.balance_terms and step.remat != "none":
+        of_a_row += counts + 1  # the loss's gradient takes the loads, which are computed again
+    size = FLOAT32 * (counts + 1 + len(step.balance_terms))  # with the imbalance
+    found = [Transfer(LOADS, kind, (REPLICA,) if REPLICA in step.layout.params else (), size)]
+    if step.pipeline is None:
+        found.append(Transfer(LOADS, kind, (CONTEXT,), FLOAT32 * step.rows_here * of_a_row, step.microbatches))
+        return [*found, Transfer(LOADS, kind, ("stage", "data"), size, step.microbatches)]
+    sums = FLOAT32 * (counts + (1 + (Z_LOSS in step.balance_terms)) * step.layers_with_experts)
+    mask = FLOAT32 * step.tokens * step.mesh[STAGE]  # it travels with its rows
+    return [
+        *found,
+        Transfer(LOADS, kind, (DATA,), sums // step.mesh[STAGE], step.microbatches),
+        Transfer(LOADS, "all-gather", (STAGE,), sums + mask, step.microbatches),
+    ]
+
+
+def _counts(step: StepShape) -> int:
+    """Return the number of loads: experts of all layers."""
+    return sum(layers_of(each) * each.axes[-1].size for each in step.computed if is_of_choice(each))
+
+
+def sums_of_experts(step: StepShape, backend: Backend, activations: int, recomputes: bool) -> list[Transfer]:
+    """Return the sums over `model` of layers with experts: outputs, gradients, and those of the experts' weights.
+
+    - `activations`: bytes of a microbatch's activations
+    - `recomputes`: the backward pass computes a layer's sums again
+    """
+    times = step.microbatches * step.layers_with_experts
+    more = _more_sums(step, backend, recomputes) * activations
+    return [
+        Transfer("activations", "all-reduce", (MODEL,), more, times),
+        Transfer("weights of experts", "all-reduce", (MODEL,), step.pairs * FLOAT32, times),
+    ]
+
+
+def exchanges(step: StepShape, backend: Backend, recomputes: bool) -> list[Transfer]:
+    """Return the all-to-alls of one round, and the comparisons of the number of rounds; the routing decides on others.
+
+    A pass sends each row's expert and weight, and the forward pass a token there and its output back. The backward pass
+    sends the token and the gradient of its output there, and the gradients by token and by weight back.
+
+    - `recomputes`: the backward pass computes a layer again; it shares the rows there with that computation
+    """
+    if not step.exchanged_rows:
+        return []
+    token, number = step.embed * max(step.compute_bytes, backend.narrowest_bytes), INTEGER + FLOAT32
+    a_row = (6 if step.norms_after and recomputes else 5) * token + 2 * number + FLOAT32
+    times = step.microbatches * step.layers_with_experts
+    return [
+        Transfer("rows of experts", "all-to-all", step.expert_axes, step.exchanged_rows * a_row, times),
+        Transfer("rounds", "all-reduce", (CONTEXT, DATA), INTEGER, 2 * times),
+    ]
+
+
+def sent_forward(step: StepShape, backend: Backend, activations: int) -> list[Transfer]:
+    """Return the transfers of a forward pass without gradients: outputs of a shared MLP, and a round of an exchange.
+
+    - `activations`: bytes of a microbatch's activations
+    """
+    times, rounds = step.microbatches * step.layers_with_experts, INTEGER * bool(step.exchanged_rows)
+    a_row = 2 * step.embed * max(step.compute_bytes, backend.narrowest_bytes) + INTEGER + FLOAT32
+    return [
+        Transfer("activations", "all-reduce", (MODEL,), activations * ("mlp" in _beside(step)), times),
+        Transfer("rows of experts", "all-to-all", step.expert_axes, step.exchanged_rows * a_row, times),
+        Transfer("rounds", "all-reduce", (CONTEXT, DATA), rounds, times),
+    ]
+
+
+def _beside(step: StepShape) -> set[str]:
+    """Return the names of axes of the weights beside experts, in their layers."""
+    stack = {weight.axes[0] for weight in step.computed if is_of_experts(weight)}
+    beside = [each for each in step.computed if each.axes[0] in stack and not is_of_experts(each)]
+    return {axis.name for weight in beside for axis in weight.axes}
+
+
+def _more_sums(step: StepShape, backend: Backend, recomputes: bool) -> int:
+    """Return the number of sums of activations, less those of a layer with an MLP.
+
+    The rule of the experts adds the gradients by gate and up on a device. A shared MLP has sums of its own; if it is
+    weighed or normalised, the backward pass needs its output.
+    """
+    names = _beside(step)
+    backward = 0 if backend.merges_sums else -1
+    if "mlp" not in names:
+        return backward
+    again = (SHARED_GATE in names or step.norms_after) and recomputes
+    return backward + 1 + again + (1 if backend.merges_sums else 2)
+
+
+METRICS = 4  # of DPO
+SUMS_OF_A_ROW = 3  # log-likelihoods by the model and by the reference, and the number of targets
+NUMBERS = 3  # a token's largest logit, sum of exponentials and logit of the target
+
+
+def log_likelihoods(step: StepShape, activations: int) -> list[Transfer]:
+    """Return the transfers of both passes' log-likelihoods, of loss and metrics, and of the reference's embedding.
+
+    Devices that share sequences add up each row, so that the sums over pairs are over rows alone. With adapters the
+    devices exchange rows of the embedding once for both passes.
+
+    - `activations`: bytes of a microbatch's activations
+    """
+    block, of_rows = min(step.loss_block, step.tokens), ("stage", "data")
+    filled = -(-step.tokens // block) * block
+    # The gradients send the numbers again, as those of the next-token loss, but that of the target.
+    numbers = FLOAT32 * (2 * NUMBERS * filled - step.loss_blocks.tokens)
+    rows = activations * (step.exchanges_rows and not step.adapts and not step.per_step)
+    replicas = (REPLICA,) if REPLICA in step.layout.params else ()
+    return [
+        Transfer("loss", "all-reduce", (MODEL,), numbers, step.microbatches),
+        Transfer("rows of the embedding", "all-to-all", ("stage", CONTEXT, "data"), rows, step.microbatches),
+        Transfer("rows", "all-reduce", (CONTEXT,), SUMS_OF_A_ROW * FLOAT32 * step.rows_here, step.microbatches),
+        Transfer("loss and weight", "all-reduce", of_rows, 2 * FLOAT32, step.microbatches),
+        Transfer("metrics", "all-reduce", of_rows, METRICS * FLOAT32, step.microbatches),
+        Transfer("metrics", "all-reduce", replicas, METRICS * FLOAT32),
+    ]
+
+
+STAGE, DATA = "stage", "data"
 # Mesh axes that split tokens and parameters inside a replica; layers have stages of their own.
 SHARDS = (STAGE, CONTEXT, DATA)
 INTEGER, FLOAT32 = 4, 4
@@ -340,3 +576,98 @@ def squared_norms(weights: Iterable[NamedArray], layout: Layout) -> list[Transfe
         for part in layout.splits(weight.axes, layout.opt_state):
             over[tuple(axis for axis, size in layout.mesh.shape.items() if axis in part and size > 1)] += FLOAT32
     return [Transfer("norm", "all-reduce", axes, size) for axes, size in over.items()]
+
+
+KEY = 8  # of a row, for what adapters drop
+EXTRAS = 2  # positions and segments travel with their rows
+HANDED_ON = 4  # outputs, a column of inputs, and the cotangents of both
+
+
+def pipelined(step: StepShape, pipeline: PipelineShape, backend: Backend) -> list[Transfer]:
+    """Return the transfers of the layers in all microbatches of a step.
+
+    In each pass weights move from the device order of their rows to that of their stages, and gradients back. Weights
+    are gathered over `data` for the window. Each iteration sends activations to the next stage.
+    """
+    stages, passes, iterations = step.mesh[STAGE], step.microbatches, step.microbatches * pipeline.iterations
+    one, layers = of_an_iteration(step, pipeline), layers_of_a_stage(step, pipeline)
+    activations = activation_bytes(step, backend) * stages // pipeline.microbatches
+    handed_on = HANDED_ON * iterations
+    if pipeline.drain == 1:  # not a loop: its last outputs are unused, and their cotangent is zero
+        handed_on -= 2 * passes - backend.hoists_gathers
+    sums = sums_of_a_layer(step, backend)
+    if layers > 1 and step.remat in RECOMPUTED_SUMS and not step.norms_after:
+        sums += 1  # the next layer is recomputed from the complete output
+    norms, times = head_norm_sums(step) * FLOAT32 * one.tokens, layers * iterations
+    of_experts = sums_of_experts(one, backend, activations, step.remat in RECOMPUTED_SUMS) if step.active else []
+    return [
+        *(each for weight in step.stacked() for each in _weight(step, weight, pipeline, backend)),
+        *_factors(step, one, pipeline, backend),
+        Transfer("activations", "collective-permute", (STAGE,), activations, handed_on),
+        Transfer("positions and segments", "all-gather", (STAGE,), EXTRAS * INTEGER * step.tokens * stages, passes),
+        Transfer("keys of dropout", "all-gather", (STAGE,), KEY * step.drops * step.rows_here * stages, passes),
+        Transfer("activations", "all-reduce", (MODEL,), sums * activations, times),
+        Transfer("norms over heads", "all-reduce", (MODEL,), norms, times),
+        *(replace(each, times=times) for each in of_experts),
+    ]
+
+
+def _weight(step: StepShape, weight: NamedArray, pipeline: PipelineShape, backend: Backend) -> list[Transfer]:
+    """Return the transfers of one weight of all layers: to its stages and back, its gathers, its gradient sums.
+
+    A frozen weight has no gradient; one in blocks is sent as codes and scales.
+    """
+    width, passes, iterations = max(step.compute_bytes, backend.narrowest_bytes), step.microbatches, pipeline.iterations
+    split, held = step.split_by(weight, step.layout.params), step.format_of(weight)
+    moved, slot = (step.on_device(weight, mapping) for mapping in (step.layout.params, step.layout.compute))
+    slot //= step.mesh[STAGE] * pipeline.repeats
+    size, sums = {
+        "per_repeat": (slot, pipeline.repeats),
+        "per_iteration": (slot, iterations),
+        "once": (slot * pipeline.repeats, 1),
+    }[pipeline.gather]
+    found, once = [], 1 if backend.hoists_gathers else passes
+    least = width if held is None else backend.narrowest_bytes
+    if STAGE in split:
+        parts = bytes_by_part(held, moved, least).items()
+        found += [Transfer(part, "all-to-all", (STAGE,), count, once) for part, count in parts]
+    if DATA in split:
+        bare = {"weights": step.compute_bytes} if held is None else {"scales": held.scale_bits // 8}
+        for part, count in bytes_by_part(held, size, least).items():
+            times = _gathers(passes, pipeline, backend, widens=bare.get(part, FLOAT32) < backend.narrowest_bytes)
+            found.append(Transfer(part, "all-gather", (DATA,), count, times))
+    if not trained_in(step, [weight]):
+        return found
+    back, kind = "all-to-all" if STAGE in split else "all-gather", "reduce-scatter" if DATA in split else "all-reduce"
+    found.append(Transfer("from stages", back, (STAGE,), moved * width, passes))
+    found.append(Transfer("gradients", kind, (DATA,), size * width, passes * sums))
+    if not is_on_model(weight):
+        found.append(Transfer("gradients", "all-reduce", (MODEL,), slot * width, passes * iterations))
+    return found
+
+
+def _factors(step: StepShape, one: StepShape, pipeline: PipelineShape, backend: Backend) -> list[Transfer]:
+    """Return the sums over `model` of products with factors; `one`: see `of_an_iteration`."""
+    forward, apart = 3 if step.quantised else 2, step.mesh[STAGE] * pipeline.repeats  # layers that decode run again
+    times = step.microbatches * pipeline.iterations
+    return [
+        Transfer("factors", "all-reduce", (MODEL,), size, times * layers_of(factor) // apart)
+        for factor, size in products_with_factors(step, backend, one.tokens, forward)
+    ]
+
+
+def _gathers(passes: int, pipeline: PipelineShape, backend: Backend, widens: bool) -> int:
+    """Return the number of gathers of a weight in a step; the compiler may do a gather that all passes share once.
+
+    - `widens`: the compiler widens the values, and leaves this in the loop of the last iterations
+    """
+    same = 1 if backend.hoists_gathers else passes
+    with_one_repeat = same if pipeline.repeats == 1 else passes
+    match pipeline.gather:
+        case "per_iteration" if widens:
+            return 2 * pipeline.iterations * passes
+        case "per_repeat":
+            return 2 * pipeline.repeats * with_one_repeat
+        case "per_iteration":
+            return 2 * (pipeline.microbatches * pipeline.repeats * passes + with_one_repeat)
+    return same

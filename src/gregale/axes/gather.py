@@ -10,8 +10,7 @@ from haliax import Axis, NamedArray
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gregale.axes.layout import BATCH, POSITION, Layout, is_named, mesh_axes_of
-from gregale.axes.parameters import is_buffer, is_parameter
-from gregale.axes.quantised_weight import is_quantised
+from gregale.axes.parameters import is_buffer, is_parameter, is_quantised
 
 Tree = TypeVar("Tree")
 

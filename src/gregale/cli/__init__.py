@@ -18,10 +18,10 @@ from importlib import import_module
 from threading import enumerate as enumerate_threads
 from typing import TextIO
 
-import gregale
 from gregale.atomic_files import DISK_ERRORS
 from gregale.errors import Interrupted, Mistakes, UserError, own_code_text
 from gregale.streams import LEFT_AT_EXIT, ResilientStream, abandon, exit_at_once, say_beside
+from gregale.version import __version__
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def _dispatch(arguments: list[str], programs: Mapping[str, Program]) -> Callable
         return lambda: 0
     name, rest = split_name(arguments, programs)
     if name == "--version":
-        print(f"gregale {gregale.__version__}")
+        print(f"gregale {__version__}")
         return lambda: 0
     if name not in programs:
         near = get_close_matches(name, programs, n=1)
@@ -198,7 +198,7 @@ def _without_gc() -> Iterator[None]:
 
 def _overview(programs: Mapping[str, Program]) -> str:
     lines = [
-        f"gregale {gregale.__version__}: train language models on accelerators joined by links of very different speed",
+        f"gregale {__version__}: train language models on accelerators joined by links of very different speed",
         "",
         "usage: gregale COMMAND [ARGUMENTS] [--key value ...]",
         "",

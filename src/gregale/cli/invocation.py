@@ -18,7 +18,7 @@ from gregale.errors import UserError
 from gregale.programs.command import Command
 from gregale.runs import plugins
 from gregale.runs.parsing import load, load_plugins, split_arguments
-from gregale.settings.config_schema import REQUIRED, Entry, default_of, entries, is_list_at, section_at, types_of
+from gregale.settings.decoding import REQUIRED, Entry, default_of, entries, is_list_at, section_at, types_of
 
 CONFIG = "config"
 WIDTH = 100  # maximum, and the width without a terminal

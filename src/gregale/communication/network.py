@@ -10,10 +10,9 @@ from typing import NamedTuple, Protocol
 import jax
 import numpy as np
 
-from gregale.codecs.config import ReduceConfig
-from gregale.codecs.feedback import QuantisedArray
-from gregale.communication.row_layout import RowLayout, RowPrograms, no_error, row_programs
-from gregale.communication.shards import host_device
+from gregale.codecs.codec import QuantisedArray, ReduceConfig
+from gregale.communication.quantised import RowLayout, RowPrograms, no_error, row_programs
+from gregale.communication.reduce import host_device
 
 BUCKET_BYTES = 4 << 20
 UNEQUAL_BUCKETS = 16  # for each member, of unequal parts: a slow link waits for the averages of the last wave

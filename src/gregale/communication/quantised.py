@@ -1,36 +1,233 @@
-"""Averages over `replica` by codecs' messages: uint8, in few bits, with error feedback.
+"""The average over `replica` through codecs: shards in rows of blocks, two phases of collectives, and error feedback.
 
 The first phase (`reduce`) is an all-to-all of shards, which every replica decodes and averages in float32: a
 reduce-scatter. The second (`all_gather_params`) is an all-gather of values computed from the averages. Integers are
 never summed, and all replicas decode the same bytes, so replicas stay equal to the last bit. Each phase sends the
 arrays of a tree as one message, for one latency instead of one per array. A message is small, an eighth of the tree at
 4 bits.
+
+The module also has the programs that a member of a group runs for a row, on its processor.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import haliax as hax
 import jax
 import jax.numpy as jnp
-from haliax import NamedArray
-from jax.sharding import PartitionSpec
+import numpy as np
+from haliax import Axis, NamedArray
+from jax.flatten_util import ravel_pytree
+from jax.sharding import NamedSharding, PartitionSpec
 
 from gregale.audit.traffic import FLOAT32, Transfer
-from gregale.axes.layout import REPLICA, Layout, Tree, is_named
-from gregale.codecs.codec import Codec
-from gregale.codecs.config import ReduceConfig
-from gregale.codecs.feedback import load
-from gregale.communication.collective_phases import (
-    EXACT,
-    CollectivePhase,
-    all_gather_phase,
-    reduce_scatter_phase,
-    totals,
-)
-from gregale.communication.feedback import ErrorState, arrays_of, error_shardings, init_error, next_step, updated
-from gregale.communication.reduce import ExactReducer
-from gregale.communication.replica_shards import ShardedLeaf, leaves_of
+from gregale.axes.layout import REPLICA, Layout, Tree, is_layers, is_named
+from gregale.codecs.codec import Codec, FloatCodec, QuantisedArray, ReduceConfig, load, next_error, store, stored_block
+from gregale.communication.reduce import ExactReducer, ShardedLeaf, leaves_of
+
+
+class ErrorState(NamedTuple):
+    """The unsent rest in 8 bits, by the path of its array; empty for a phase without feedback.
+
+    A block of the stored numbers lies along the last axis, inside one device. The scales carry the same axis names,
+    the last axis shorter, so that both are sharded as the arrays they belong to.
+    """
+
+    first: dict[str, QuantisedArray]  # of the first phase: [replica, *axes], under `params`
+    second: dict[
+        str, QuantisedArray
+    ]  # of the second: [*axes] under `opt_state`; [replica, *axes] of arrays it does not split
+    steps: Any  # int32 []: reductions so far
+
+
+def init_error(tree: Tree, layout: Layout, config: ReduceConfig, axis: str) -> ErrorState:
+    """Return a zero error for arrays that are averaged over `axis`, given without it (only shapes are read)."""
+    leaves = [leaf for leaf in leaves_of(tree, layout, axis, replicated=False) if not leaf.exact]
+    first, second = {}, {}
+    for leaf in leaves if config.feedback else []:
+        replicated = (layout.axis(axis), *leaf.axes)
+        if config.codec != "none":
+            first[leaf.path] = _zeros(replicated, layout, layout.params)
+        if config.gather_codec != "none":
+            axes = replicated if leaf.split is None else leaf.axes
+            second[leaf.path] = _zeros(axes, layout, second_mapping(layout, axis))
+    return ErrorState(first, second, jnp.zeros((), jnp.int32))
+
+
+def _zeros(axes: tuple[Axis, ...], layout: Layout, mapping) -> QuantisedArray:
+    if is_layers(axes[-1].name):  # a fragment has some of the layers, so blocks cannot span them
+        axes = (*axes, Axis("value", 1))
+    *others, last = axes
+    block = stored_block(last.size // layout.devices((last,), mapping))
+    scales = hax.zeros((*others, Axis(last.name, last.size // block)), jnp.bfloat16)
+    return QuantisedArray(hax.zeros(axes, jnp.uint8), scales)
+
+
+def error_shardings(error: ErrorState, layout: Layout, axis: str) -> ErrorState:
+    return ErrorState(
+        first=layout.shardings(error.first, layout.params),
+        second=layout.shardings(error.second, second_mapping(layout, axis)),
+        steps=jax.tree.map(lambda _: NamedSharding(layout.mesh, PartitionSpec()), error.steps),
+    )
+
+
+def second_mapping(layout: Layout, axis: str):
+    """Return the mapping of the second phase's errors."""
+    return {**layout.opt_state, axis: axis}
+
+
+def next_step(error: ErrorState, config: ReduceConfig) -> ErrorState:
+    """Return the errors at the start of a step, with the step counted; zero after every `reset_every` steps."""
+    counted = error._replace(steps=error.steps + 1)
+    if config.feedback is None or config.feedback.reset_every is None:
+        return counted
+    due = error.steps % config.feedback.reset_every == 0
+
+    def reset(stored: QuantisedArray) -> QuantisedArray:
+        return stored._replace(scales=jax.tree.map(lambda scales: jnp.where(due, 0, scales), stored.scales))
+
+    first, second = ({path: reset(one) for path, one in errors.items()} for errors in (error.first, error.second))
+    return counted._replace(first=first, second=second)
+
+
+def arrays_of(errors: dict[str, QuantisedArray], leaves: list[ShardedLeaf]) -> dict[str, QuantisedArray]:
+    found = {leaf.path: errors[leaf.path] for leaf in leaves if leaf.path in errors}
+    return {path: QuantisedArray(codes.array, scales.array) for path, (codes, scales) in found.items()}
+
+
+def updated(errors: dict[str, QuantisedArray], new: dict[str, QuantisedArray]) -> dict[str, QuantisedArray]:
+    """Return the errors with new arrays for some of them, under the same axis names."""
+    named = {path: jax.tree.unflatten(jax.tree.structure(errors[path]), stored) for path, stored in new.items()}
+    return {**errors, **named}
+
+
+Arrays = dict[str, jax.Array]  # by the path of the leaf
+Errors = dict[str, QuantisedArray]  # the same; empty without feedback
+EXACT = FloatCodec("none")
+
+
+class Encoded(NamedTuple):
+    """Values and their message."""
+
+    message: jax.Array  # uint8 [..., bytes]
+    compensated: Arrays  # [..., n]: the values with the errors
+    kept: Arrays  # [..., n]: the next errors, of values with an error
+
+
+class CollectivePhase(NamedTuple):
+    """The settings of a phase."""
+
+    codec: Codec  # encodes the messages
+    beta: float  # decay of the kept error
+    axis: str  # the mesh axis it crosses, `replica` or `island`
+    fast_axes: tuple[str, ...]  # the other mesh axes
+
+
+def reduce_scatter_phase(
+    leaves: list[ShardedLeaf], values: Arrays, errors: Errors, phase: CollectivePhase
+) -> tuple[Arrays, Errors]:
+    """Return this replica's shards [piece_size] of the means of local arrays [*shape], and the next errors."""
+    pieces = {leaf.path: leaf.to_replica_shards(values[leaf.path]) for leaf in leaves}  # [replicas, piece_size]
+    kept = {leaf.path: leaf.to_replica_shards(load(errors[leaf.path])) for leaf in leaves if leaf.path in errors}
+    message, kept, finite = _send(pieces, kept, phase)
+    received = jax.lax.all_to_all(message, phase.axis, split_axis=0, concat_axis=0, tiled=True)
+    decoded = decode_all(received, [leaf.piece_size for leaf in leaves], phase.codec)
+    means = {leaf.path: jnp.mean(rows, axis=0) for leaf, rows in zip(leaves, decoded, strict=True)}
+    whole = {leaf.path: leaf.from_replica_shards(kept[leaf.path]) for leaf in leaves if leaf.path in kept}
+    return means, remember(errors, whole, finite)
+
+
+def all_gather_phase(
+    leaves: list[ShardedLeaf], pieces: Arrays, errors: Errors, phase: CollectivePhase
+) -> tuple[Arrays, Errors]:
+    """Gather all replicas' shards [piece_size] to local arrays [*shape]; return them and the next errors."""
+    own = {leaf.path: _own_piece(leaf, load(errors[leaf.path]), phase.axis) for leaf in leaves if leaf.path in errors}
+    message, own, finite = _send({leaf.path: pieces[leaf.path] for leaf in leaves}, own, phase)
+    gathered = jax.lax.all_gather(message, phase.axis)
+    decoded = decode_all(gathered, [leaf.piece_size for leaf in leaves], phase.codec)
+    wholes = {leaf.path: leaf.from_replica_shards(rows) for leaf, rows in zip(leaves, decoded, strict=True)}
+    kept = {leaf.path: _among_pieces(leaf, own[leaf.path], phase.axis) for leaf in leaves if leaf.path in own}
+    return wholes, remember(errors, kept, finite)
+
+
+def totals(arrays: list[jax.Array], axis: str) -> list[jax.Array]:
+    """Return exact sums over `axis` of float32 arrays: their bytes are gathered and added in one order everywhere."""
+    values, unravel = ravel_pytree(arrays)
+    rows = EXACT.decode(jax.lax.all_gather(EXACT.encode(values), axis), values.size)  # [replica, value]
+    return unravel(jnp.sum(rows, axis=0))
+
+
+def encode_all(arrays: Sequence[jax.Array], codec: Codec) -> jax.Array:
+    """Encode arrays [..., n_i] to uint8 [..., sum of message_bytes(n_i)], their messages one after the other.
+
+    Every array has its own blocks. The barrier prevents the compiler from sending the arrays instead of the message.
+    """
+    message = jnp.concatenate([codec.encode(array) for array in arrays], axis=-1)
+    return jax.lax.optimization_barrier(message)
+
+
+def decode_all(message: jax.Array, sizes: Sequence[int], codec: Codec) -> list[jax.Array]:
+    """Return the arrays [..., n_i] of a message, float32; `sizes` are the n_i."""
+    ends = list(accumulate(codec.message_bytes(size) for size in sizes))
+    parts = jnp.split(message, ends[:-1], axis=-1)
+    return [codec.decode(part, size) for part, size in zip(parts, sizes, strict=True)]
+
+
+def encoded(values: Arrays, errors: Arrays, codec: Codec, beta: float) -> Encoded:
+    """Encode one message of values + errors, all [..., n]; used by every kind of reducer.
+
+    h = x + e        message = encode(h)        e = beta e + (1 - beta) (h - decode(message))
+    """
+    sizes = [value.shape[-1] for value in values.values()]
+    compensated = {path: value + errors[path] if path in errors else value for path, value in values.items()}
+    message = encode_all(list(compensated.values()), codec)
+    if not errors:
+        return Encoded(message, compensated, {})
+    sent = dict(zip(values, decode_all(message, sizes, codec), strict=True))
+    kept = {path: next_error(errors[path], compensated[path] - sent[path], beta) for path in errors}
+    return Encoded(message, compensated, kept)
+
+
+def _send(values: Arrays, errors: Arrays, phase: CollectivePhase) -> tuple[jax.Array, Arrays, jax.Array]:
+    """Return the message of values + errors, all [..., n], the next errors, and whether all values are finite."""
+    message, compensated, kept = encoded(values, errors, phase.codec, phase.beta)
+    return message, kept, _all_finite(compensated, phase) if errors else jnp.array(True)
+
+
+def _all_finite(values: Arrays, phase: CollectivePhase) -> jax.Array:
+    """Return whether the values of all devices are finite; one byte crosses the slow axis."""
+    here = jnp.stack([jnp.all(jnp.isfinite(value)) for value in values.values()]).all()
+    in_replica = jax.lax.pmin(here.astype(jnp.int32), phase.fast_axes).astype(jnp.uint8)
+    return jnp.all(jax.lax.all_gather(in_replica, phase.axis) == 1)
+
+
+def remember(errors: Errors, new: Arrays, finite: jax.Array) -> Errors:
+    """Return the new errors in 8 bits; the old ones if the sent values were not finite."""
+
+    def one(old: QuantisedArray, error: jax.Array) -> QuantisedArray:
+        stored = store(error.reshape(old.codes.shape))
+        return jax.tree.map(lambda x, y: jnp.where(finite, x, y), stored, old)
+
+    return {path: one(errors[path], error) for path, error in new.items()}
+
+
+def _own_piece(leaf: ShardedLeaf, error: jax.Array, axis: str) -> jax.Array:
+    """Turn a second phase's error into [piece_size]."""
+    if leaf.split is None:
+        return leaf.to_replica_shards(error)[jax.lax.axis_index(axis)]
+    return error.reshape(-1)
+
+
+def _among_pieces(leaf: ShardedLeaf, error: jax.Array, axis: str) -> jax.Array:
+    """Turn [piece_size] into a second phase's error; of an unsplit array, zero outside this replica's shard."""
+    if leaf.split is None:
+        pieces = jnp.zeros((leaf.replicas, leaf.piece_size))
+        return leaf.from_replica_shards(pieces.at[jax.lax.axis_index(axis)].set(error))
+    return error
 
 
 class QuantisationLoss(NamedTuple):
@@ -273,3 +470,77 @@ def _like(tree: Tree, leaves: list[ShardedLeaf], arrays: list[jax.Array]) -> Tre
     """Return the arrays in the structure of the tree, with the axes of the leaves."""
     wrapped = [leaf.wrap(array) for leaf, array in zip(leaves, arrays, strict=True)]
     return jax.tree.unflatten(jax.tree.structure(tree, is_leaf=is_named), wrapped)
+
+
+ROW_VALUES = 1 << 16  # 256 kB of float32; a row is decoded in one call
+
+
+class RowLayout(NamedTuple):
+    """A shard's values as equal rows; the last one is padded with zeros.
+
+    A row is a whole number of blocks of the codecs, so that no block holds values of two rows. One row has the shard's
+    own number of values.
+    """
+
+    size: int  # values of the shard
+    count: int  # rows
+    row: int  # values of a row
+    exact: bool = False  # whether they are sent as float32 with any codec, as scalars are
+
+    def to_rows(self, values: jax.Array) -> jax.Array:
+        """Turn [size] into [count, row]."""
+        return jnp.pad(values, (0, self.count * self.row - self.size)).reshape(self.count, self.row)
+
+    def from_rows(self, rows: jax.Array) -> jax.Array:
+        """Turn [count, row] into [size]."""
+        return rows.reshape(-1)[: self.size]
+
+    def first_codec(self, config: ReduceConfig) -> Codec:
+        return EXACT if self.exact else config.first_codec()
+
+    def second_codec(self, config: ReduceConfig) -> Codec:
+        return EXACT if self.exact else config.second_codec()
+
+
+def rows_of(size: int, config: ReduceConfig, exact: bool = False, max_values: int = ROW_VALUES) -> RowLayout:
+    """Return the equal rows of a shard of `size` values, at most about `max_values` each; whole blocks if several."""
+    count = max(1, -(-size // max_values))
+    if count == 1:
+        return RowLayout(size, 1, size, exact)
+    row = -(-size // (count * config.block)) * config.block
+    return RowLayout(size, -(-size // row), row, exact)
+
+
+class RowPrograms(NamedTuple):
+    """The compiled programs of a member for a row, for the processor: one set for each length of rows."""
+
+    size: int  # values of a row
+    add: Callable[..., Any]  # (sum [size], message, weight) -> sum + weight * decode(message)
+    encode: Callable[..., Any]  # (sum, total weight, error or None) -> message of the average, next error or None
+    decode: Callable[..., Any]  # message -> the values that all members get, [size]
+    keeps_error: bool
+
+
+@lru_cache(maxsize=4096)
+def row_programs(first: Codec, second: Codec, beta: float | None, size: int) -> RowPrograms:
+    """Return the programs for rows of `size` values; `beta`: of the second phase's feedback, None without."""
+
+    def add(total: jax.Array, message: jax.Array, weight: jax.Array) -> jax.Array:
+        return total + weight * first.decode(message, size)
+
+    def encode(total: jax.Array, weight: jax.Array, error: QuantisedArray | None):
+        values, errors = {"row": total / weight}, {} if error is None else {"row": load(error)}
+        message, compensated, kept = encoded(values, errors, second, beta or 0.0)
+        if error is None:
+            return message, None
+        finite = jnp.all(jnp.isfinite(compensated["row"]))
+        return message, remember({"row": error}, kept, finite)["row"]
+
+    def decode(message: jax.Array) -> jax.Array:
+        return second.decode(message, size)
+
+    return RowPrograms(size, jax.jit(add), jax.jit(encode), jax.jit(decode), beta is not None)
+
+
+def no_error(size: int) -> QuantisedArray:
+    return QuantisedArray(np.zeros(size, np.uint8), np.zeros(size // stored_block(size), jnp.bfloat16))

@@ -1,20 +1,34 @@
-"""The reduction of exact values over `replica` (or `island`, above it), and the gather of the updated parameters.
+"""Gradients accumulated for each replica, and their exact average over `replica`, which leaves each device its shard.
 
 `quantised` has the same methods for values of few bits. No other module reduces over `replica`.
+
+The gradients of the later layers are complete before the backward pass of the first, and the later layers' weights are
+needed after the forward pass of the first.
+
+A shard's key is `{path of its array}|{its index along each axis}`: the same on every island with the same mesh. Two
+hosts share a key only if both hold the shard.
 """
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any, NamedTuple
 
+import equinox as eqx
+import haliax as hax
 import jax
 import jax.numpy as jnp
-from haliax import NamedArray
-from jax.sharding import PartitionSpec
+import numpy as np
+from haliax import Axis, NamedArray
+from jax.sharding import NamedSharding, PartitionSpec
 
 from gregale.axes.gather import own_part
-from gregale.axes.layout import REPLICA, Layout, Tree, is_named
-from gregale.optim.clipping import global_norm
+from gregale.axes.layout import BATCH, REPLICA, Layout, Tree, is_named, vmap_over
+from gregale.axes.parameters import layer_numbers, layer_order, layers_axis
+from gregale.errors import UserError, multiples_near
+from gregale.model.losses import Losses, losses_of
+from gregale.optim.config import global_norm
 
 
 @dataclass(frozen=True)
@@ -123,3 +137,266 @@ def further_splits(names: Sequence[str], layout: Layout) -> list[tuple[str, ...]
 def all_gather_params(reduced: Tree, layout: Layout) -> Tree:
     """Gather values from `opt_state` to `params`: one all-gather over `replica` per array."""
     return layout.constrain(reduced, layout.params)
+
+
+Loss = Callable[[Tree, Tree], Losses | tuple[jax.Array, jax.Array]]
+"""loss(parameters, batch) -> `Losses`, or (sum of the examples' losses, sum of their weights)"""
+
+MICROBATCH = "microbatch"
+
+
+class Accumulated(NamedTuple):
+    """Sums over a step's microbatches, each array with a leading [replica] axis; nothing is divided yet."""
+
+    gradients: Tree  # [replica, ...] like the parameters, float32: gradients of the sum of losses and auxiliary terms
+    loss: NamedArray  # [replica]: sum of losses
+    weight: NamedArray  # [replica]: sum of weights
+    named: dict[str, NamedArray]  # [replica]: sums of auxiliary terms and metrics
+    statistics: dict[str, NamedArray]  # [replica, ...]: sums for buffers
+
+
+def accumulate(
+    loss: Loss, parameters: Tree, batch: Tree, layout: Layout, microbatches: int, prepare: Callable[[Tree], Tree]
+) -> Accumulated:
+    """Return the gradients of the sum of losses over each replica's part of the batch.
+
+    `vmap over replica of: fold over microbatches of: sums + grad(loss)`. The buffers are sharded by `layout.params`,
+    with a leading `replica` axis, so nothing crosses `replica` here.
+
+    - `loss`: returns sums, so that a masked token weighs the same in every microbatch
+    - `parameters`: arrays, shared by all replicas
+    - `batch`: named arrays with an axis `batch`, or plain arrays whose first axis is the batch
+    - `prepare`: applied to the parameters once, before the fold; the gradients are those of its result
+    """
+    inner = layout.inside_replica()
+    Microbatch = Axis(MICROBATCH, microbatches)
+
+    def one_replica(rows: Tree) -> Accumulated:
+        ready = prepare(parameters)
+
+        def trained(ready: Tree, microbatch: Tree) -> tuple[jax.Array, Losses]:
+            found = losses_of(loss(ready, microbatch))
+            return found.trained, found
+
+        def add(sums: tuple, microbatch: Tree) -> tuple[tuple, list[dict[str, NamedArray]]]:
+            (_, found), gradients = jax.value_and_grad(trained, has_aux=True)(ready, microbatch)
+            gradients = inner.constrain(jax.tree.map(lambda x: x.astype(jnp.float32), gradients), inner.params)
+            sums = jax.tree.map(jnp.add, sums, (gradients, hax.named(found.loss, ()), hax.named(found.weight, ())))
+            named = {name: hax.named(value, ()) for name, value in found.named.items()}
+            return (inner.constrain(sums[0], inner.params), *sums[1:]), [named, dict(found.statistics)]
+
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), ready)
+        start = inner.constrain(zeros, inner.params), hax.zeros(()), hax.zeros(())
+        (gradients, loss_sum, weight), of_each = hax.scan(add, Microbatch)(start, rows)
+        named, statistics = jax.tree.map(lambda values: hax.sum(values, Microbatch), of_each, is_leaf=is_named)
+        return Accumulated(gradients, loss_sum, weight, named, statistics)
+
+    sums = vmap_over(one_replica, REPLICA, layout)(split_batch(batch, layout, microbatches))
+    return sums._replace(gradients=layout.constrain(sums.gradients, layout.params))
+
+
+def split_batch(batch: Tree, layout: Layout, microbatches: int) -> Tree:
+    """Turn [batch, ...] into [replica, microbatch, batch / (replica * microbatch), ...] without moving a row.
+
+    Every device keeps its contiguous rows and cuts them into microbatches.
+    """
+    inner = layout.inside_replica()
+    shards = inner.devices((BATCH,), inner.compute)
+
+    def cut(array: jax.Array) -> jax.Array:
+        rows = rows_per_part(array.shape[0], layout, microbatches)
+        parts = array.reshape(layout.replicas, shards, microbatches, rows, *array.shape[1:]).swapaxes(1, 2)
+        return parts.reshape(layout.replicas, microbatches, shards * rows, *array.shape[1:])
+
+    def one(leaf):
+        if not isinstance(leaf, NamedArray):
+            return cut(leaf)
+        leaf = leaf.rearrange((BATCH, ...))
+        parts = cut(leaf.array)
+        axes = (layout.Replica, Axis(MICROBATCH, microbatches), Axis(BATCH, parts.shape[2]), *leaf.axes[1:])
+        return layout.constrain(hax.named(parts, axes), {**layout.compute, **inner.compute})
+
+    return jax.tree.map(one, batch, is_leaf=is_named)
+
+
+def rows_per_part(rows: int, layout: Layout, microbatches: int) -> int:
+    """Return the rows of one microbatch on one device; raise `UserError` if they cannot be divided evenly."""
+    axes = layout.mesh_axes((BATCH,), layout.compute)
+    sizes = {axis: layout.mesh.shape[axis] for axis in axes if axis in (REPLICA, "data") or layout.mesh.shape[axis] > 1}
+    parts = prod(sizes.values()) * microbatches
+    if rows % parts:
+        product = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+        raise UserError(
+            f"batch.size is {rows}: a batch is shared by {product} x microbatches {microbatches} = {parts} parts, and "
+            f"{rows} / {parts} = {rows / parts:.4g} is not a whole number of rows. batch.size "
+            f"{multiples_near(rows, parts)} would work, or another number of microbatches."
+        )
+    return rows // parts
+
+
+class LayerGroups(eqx.Module):
+    """A stack of layers, cut along their axis."""
+
+    parts: tuple[NamedArray, NamedArray]  # of the first layers, and of the others
+
+
+def cut_layers(tree: Tree, first: int) -> Tree:
+    """Cut the first layers off every stack, into `LayerGroups`; a stack of only first or later layers stays whole."""
+    numbers = layer_numbers(layer_order(tree))
+
+    def one(leaf):
+        axis = layers_axis(leaf)
+        rows = sum(number < first for number in numbers.get(axis or "", ()))
+        if axis is None or rows in (0, len(numbers[axis])):
+            return leaf
+        place = leaf.axis_names.index(axis)
+        before, after = jax.lax.split(leaf.array, [rows, leaf.array.shape[place] - rows], axis=place)
+        return LayerGroups((NamedArray(before, leaf.axis_names), NamedArray(after, leaf.axis_names)))
+
+    return jax.tree.map(one, tree, is_leaf=is_named)
+
+
+def joined_layers(tree: Tree) -> Tree:
+    """Invert `cut_layers`."""
+
+    def one(leaf):
+        if not isinstance(leaf, LayerGroups):
+            return leaf
+        names = leaf.parts[0].axis_names
+        place = names.index(layers_axis(leaf.parts[0]))
+        return NamedArray(jnp.concatenate([part.array for part in leaf.parts], place), names)
+
+    return jax.tree.map(one, tree, is_leaf=lambda leaf: isinstance(leaf, LayerGroups))
+
+
+Index = tuple[slice, ...]
+
+
+def shard_key(path: str, index: Index, shape: Sequence[int]) -> str:
+    places = []
+    for part, size in zip(index, shape, strict=True):
+        start, stop, _ = part.indices(size)
+        places.append(start // max(1, stop - start))
+    return f"{path}|{','.join(map(str, places))}"
+
+
+def keys_here(path: str, shape: tuple[int, ...], sharding: NamedSharding) -> list[str]:
+    """Return the keys of an array's shards on this host, each once."""
+    indices = sharding.addressable_devices_indices_map(shape).values()
+    return sorted({shard_key(path, index, shape) for index in indices if index is not None})
+
+
+def shards_here(path: str, array: jax.Array) -> dict[str, jax.Array]:
+    """Return an array's shards on this host by key, each once, on one of their devices."""
+    return {shard_key(path, shard.index, array.shape): shard.data for shard in array.addressable_shards}
+
+
+def on_host(messages: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
+    """Return the messages of `Island.depart` by key, uint8 [rows, bytes of a row]; wait for the devices.
+
+    They may be views of the devices' own memory: read only, valid as long as they are referenced.
+    """
+    found = {}
+    for path, array in messages.items():
+        shape, at = array.shape[:-2], array.ndim - 2
+        for shard in array.addressable_shards:
+            found.setdefault(shard_key(path, shard.index[:at], shape), shard.data)
+    for data in found.values():
+        data.copy_to_host_async()
+    return {key: np.asarray(data).reshape(data.shape[-2:]) for key, data in found.items()}
+
+
+def on_devices(
+    parts: Mapping[str, np.ndarray], path: str, shape: tuple[int, ...], sharding: NamedSharding
+) -> jax.Array:
+    """Return the array whose shards this host has for its devices, by key."""
+    return jax.make_array_from_callback(shape, sharding, lambda index: parts[shard_key(path, index or (), shape)])
+
+
+def host_device() -> Any:
+    """Return the processor, for computations outside of steps. Raise `UserError` if JAX has none."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        raise UserError(
+            f"JAX_PLATFORMS is {os.environ.get('JAX_PLATFORMS')!r}, so JAX may not use the processor, on which islands "
+            f"make the outer step. Add it to the present value: JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS')},cpu."
+        ) from None
+
+
+@dataclass(frozen=True)
+class ShardedLeaf:
+    """An array of a tree on one device, without the axis that is reduced (`replica`, `island`)."""
+
+    path: str  # its path in the tree
+    axes: tuple[Axis, ...]  # its axes; a plain array's are named by their index
+    named: bool  # whether it is a NamedArray
+    params: PartitionSpec  # its partition under this mapping
+    opt_state: PartitionSpec  # likewise
+    shape: tuple[int, ...]  # of a device's shard under `params`
+    split: int | None  # the dimension that `opt_state` splits over that axis, None if it splits none
+    replicas: int  # the number of shards to cut it into
+
+    @property
+    def exact(self) -> bool:
+        """Return whether it is a scalar: scalars are metrics, not parameters, and are sent exactly."""
+        return not self.axes
+
+    @property
+    def piece_shape(self) -> tuple[int, ...]:
+        """Return a device's shard under `opt_state`; of an unsplit array, its part of the padded flat shard."""
+        if self.split is None:
+            return (-(-prod(self.shape) // self.replicas),)
+        shape = list(self.shape)
+        shape[self.split] //= self.replicas
+        return tuple(shape)
+
+    @property
+    def piece_size(self) -> int:
+        return prod(self.piece_shape)
+
+    def to_replica_shards(self, shard: jax.Array) -> jax.Array:
+        """Turn [*shape] into [replicas, piece_size]; row r is replica r's result of a reduce-scatter."""
+        if self.split is None:
+            flat = shard.reshape(-1)
+            return jnp.pad(flat, (0, self.replicas * self.piece_size - flat.size)).reshape(self.replicas, -1)
+        d = self.split
+        parts = shard.reshape(*self.shape[:d], self.replicas, -1, *self.shape[d + 1 :])
+        return jnp.moveaxis(parts, d, 0).reshape(self.replicas, -1)
+
+    def from_replica_shards(self, pieces: jax.Array) -> jax.Array:
+        """Turn [replicas, piece_size] into [*shape]."""
+        if self.split is None:
+            return pieces.reshape(-1)[: prod(self.shape)].reshape(self.shape)
+        parts = jnp.moveaxis(pieces.reshape(self.replicas, *self.piece_shape), 0, self.split)
+        return parts.reshape(self.shape)
+
+    def wrap(self, array: jax.Array):
+        return NamedArray(array, tuple(axis.name for axis in self.axes)) if self.named else array
+
+
+def leaves_of(tree: Tree, layout: Layout, axis: str, replicated: bool) -> list[ShardedLeaf]:
+    """Return the arrays of a tree of named or plain arrays, in its order.
+
+    - `axis`: the axis that is reduced, `replica` or `island`
+    - `replicated`: whether the arrays have that axis (of a plain array, the first); it is left out
+    """
+    paths = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_named)[0]
+    leaves = []
+    for path, array in paths:
+        axes = array.axes if is_named(array) else tuple(Axis(f"dimension_{n}", s) for n, s in enumerate(array.shape))
+        if replicated:
+            axes = tuple(each for each in axes if each.name != axis) if is_named(array) else axes[1:]
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        leaves.append(_leaf(name, axes, is_named(array), layout, axis))
+    return leaves
+
+
+def _leaf(path: str, axes: tuple[Axis, ...], named: bool, layout: Layout, axis: str) -> ShardedLeaf:
+    params, opt_state = layout.spec(axes, layout.params), layout.spec(axes, layout.opt_state)
+    of_axes = layout.splits(axes, layout.params)
+    shape = tuple(
+        each.size // prod(layout.mesh.shape[name] for name in names) for each, names in zip(axes, of_axes, strict=True)
+    )
+    split = [place for place, names in enumerate(layout.splits(axes, layout.opt_state)) if axis in names]
+    return ShardedLeaf(path, axes, named, params, opt_state, shape, split[0] if split else None, layout.axis(axis).size)

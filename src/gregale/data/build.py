@@ -1,35 +1,207 @@
-"""Build a token store from a source, with several processes of one host and together with other hosts."""
+"""The build of a token store: hosts claim parts of the sources, and processes encode them.
+
+The processes import this module and its dependencies. It must never import JAX, which would take a device and seconds
+of start-up in each of them.
+
+The process that creates the claim, a small file, does the work and rewrites the claim every few seconds. If the claim
+does not change for `LOST_SECONDS`, or its process has exited on this machine, another process removes the claim and
+continues. This needs no locks, which object stores and many network disks lack, and compares no clocks.
+
+Only time depends on the claim: two processes that do the same work after a pause or a race write the same bytes.
+"""
 
 import hashlib
+import json
+import multiprocessing
+import os
 import random
+import secrets
+import signal
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from multiprocessing import connection
+from threading import Event, Thread
 
-from gregale.atomic_files import machine, os_error_text
-from gregale.data.chunk_cache import ChunkCache
-from gregale.data.claims import once
-from gregale.data.encoder_pool import EncoderPool
-from gregale.data.parts import CorruptPart, EncodeTask, discard, finished_parts, json_sha256, make_tasks, token_dtype
-from gregale.data.progress import Report
+from gregale.atomic_files import is_process_dead, machine, os_error_text
 from gregale.data.sources import Skipped, SourceConfig
 from gregale.data.sources.base import CHANGED
 from gregale.data.store import (
     FORMAT,
     MANIFEST_NAME,
     MENDING,
+    ChunkCache,
+    CorruptPart,
+    EncodeTask,
+    Report,
     TokenStore,
     complete_store,
+    discard,
+    encode_part,
+    finished_parts,
     format_skipped,
+    json_sha256,
+    make_tasks,
     open_store,
     require_manifest,
+    token_dtype,
 )
-from gregale.data.tokenizers import Tokenizer
+from gregale.data.tokenizers import Tokenizer, from_json
 from gregale.errors import UserError
-from gregale.storage import StoragePath
+from gregale.storage import StoragePath, create, write_bytes
+
+UNGUARDED = "A script that calls this must do so under `if __name__ == '__main__':`, which Python's processes need."
+
+
+class EncoderPool:
+    """Encodes parts in worker processes, or in this process if the limit is one; use it in a `with` statement."""
+
+    def __init__(self, max_processes: int, tokenizer: Tokenizer, folder: StoragePath):
+        self._max_processes = max_processes
+        self._tokenizer, self._folder = tokenizer, folder
+        self._pool = None
+        if max_processes > 1:
+            context = multiprocessing.get_context("spawn")  # a worker starts when it has work
+            self._pool = ProcessPoolExecutor(max_processes, context, start_worker, (tokenizer.saved(), type(tokenizer)))
+        self._running: dict[Future, EncodeTask] = {}
+        self._others = set(multiprocessing.active_children())
+
+    def __len__(self) -> int:
+        """Return the number of parts in progress."""
+        return len(self._running)
+
+    def __enter__(self) -> "EncoderPool":
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        if self._pool is None:
+            return
+        if kind is not None:  # after an error or Ctrl-C, do not wait for parts in progress
+            for process in set(multiprocessing.active_children()) - self._others:
+                process.terminate()
+        self._pool.shutdown(cancel_futures=True)
+
+    def start(self, task: EncodeTask) -> None:
+        """Start to encode a part; without worker processes, encode it now."""
+        if self._pool is None:
+            done: Future = Future()
+            self._running[done] = task
+            encode_part(task, self._tokenizer, self._folder)
+            done.set_result(None)
+        else:
+            self._running[self._pool.submit(encode_in_worker, task, self._folder)] = task
+
+    def finished(self, timeout_seconds: float) -> list[EncodeTask]:
+        """Return the parts finished since the last call, after at least one has; raise a worker's error."""
+        done, _ = wait(self._running, timeout_seconds, FIRST_COMPLETED)
+        try:
+            for future in done:
+                future.result()
+        except BrokenProcessPool as error:
+            raise UserError(
+                "A process that encodes text died. Either memory ran out (fewer processes need less: lower "
+                f"data.workers), or: {UNGUARDED}"
+            ) from error
+        return [self._running.pop(future) for future in done]
+
+
+_tokenizer_of_worker: list[Tokenizer] = []  # created when a worker starts: a large vocabulary takes a second
+
+
+def encode_in_worker(task: EncodeTask, folder: StoragePath) -> None:
+    encode_part(task, _tokenizer_of_worker[0], folder)
+
+
+def start_worker(description: dict, kind: type[Tokenizer]) -> None:
+    """Create the tokenizer, ignore Ctrl-C, and exit when the parent exits, even if it is killed.
+
+    - `kind`: unused: to unpickle the class imports its module, which registers a tokenizer of one's own
+    """
+    del kind
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each core has a process already
+    _tokenizer_of_worker[:] = [from_json(description, "the tokenizer")]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+BEAT_SECONDS = 5.0
+LOST_SECONDS = 30.0
+
+
+def once(
+    claim: StoragePath,
+    work: Callable[[], None],
+    is_done: Callable[[], bool],
+    waiting: Callable[[], None] = lambda: None,
+) -> None:
+    """Do the work unless another process does it; return when it is done or this process has tried it.
+
+    - `claim`: the file by which the processes coordinate; its folder must exist
+    - `waiting`: called repeatedly while another process works
+
+    Raises `UserError` if the parent process does the work and would wait for this process.
+    """
+    seen, since = None, time.monotonic()
+    mine = {"machine": machine(), "pid": os.getpid(), "token": secrets.token_hex(8), "beat": 0}
+    while not is_done():
+        found = read(claim)
+        if not found and create(claim, json.dumps(mine).encode()):
+            with beating(claim, mine):
+                return work()
+        is_here = found.get("machine") == mine["machine"]
+        if is_here and found["pid"] == os.getppid():
+            raise UserError(f"{claim}: the parent process is at work. {UNGUARDED}")
+        is_dead = is_here and is_process_dead(found["pid"])
+        if is_dead or (found == seen and time.monotonic() - since > LOST_SECONDS):
+            claim.unlink(missing_ok=True)
+            continue
+        if found != seen:
+            seen, since = found, time.monotonic()
+        waiting()
+        time.sleep(POLL_SECONDS)
+
+
+def read(claim: StoragePath) -> dict:
+    with suppress(FileNotFoundError, ValueError):
+        return json.loads(claim.read_bytes())
+    return {}
+
+
+@contextmanager
+def beating(claim: StoragePath, mine: dict) -> Iterator[None]:
+    """Rewrite a claim every few seconds while the block runs; remove it at the end."""
+    ended = Event()
+
+    def beat() -> None:
+        count = 0
+        while not ended.wait(BEAT_SECONDS):
+            count += 1
+            with suppress(OSError, UserError):  # if the store fails, another process may take over
+                write_bytes(claim, json.dumps(mine | {"beat": count}).encode())
+
+    thread = Thread(target=beat, daemon=True, name="claim")
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        with suppress(OSError, UserError):
+            claim.unlink(missing_ok=True)
+
 
 MASKS = 3  # version of the rules by which conversations become tokens with loss
 POLL_SECONDS = 0.5

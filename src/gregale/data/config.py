@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from gregale.data.examples import PAIRS, Packing
 from gregale.data.mixtures import check_mixtures
-from gregale.data.packing import PAIRS, Packing
 from gregale.data.sources import SourceConfig
 from gregale.data.sources.base import CONCAT, ORDER, REFUSE
 from gregale.data.tokenizers import BytesConfig, TokenizerConfig

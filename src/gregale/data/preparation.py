@@ -9,21 +9,27 @@ from types import MappingProxyType
 
 from gregale.atomic_files import user_cache
 from gregale.data.build import NamedSource, TokenCache, build_store
-from gregale.data.chunk_cache import ChunkCache
 from gregale.data.config import AUTO, SOURCES, VALIDATION, DataConfig
-from gregale.data.examples import Examples, Rows, held_out_examples, rows_of, training_examples, validation_examples
-from gregale.data.mixtures import ReplicaExamples, replica_examples
-from gregale.data.parts import json_sha256
-from gregale.data.progress import Report, silent
+from gregale.data.examples import (
+    DocumentStream,
+    End,
+    Examples,
+    Rows,
+    cut_of,
+    end_cut,
+    end_of,
+    held_out_examples,
+    rows_of,
+    split_at,
+    training_examples,
+    validation_examples,
+)
+from gregale.data.mixtures import Mixtures, ReplicaExamples, replica_examples, sources_of, staged_examples
 from gregale.data.sources import SourceConfig
 from gregale.data.sources.base import expand
-from gregale.data.special_names import taken_as_text
-from gregale.data.split import End, cut_of, end_cut, end_of, split_at
-from gregale.data.staged import Mixtures, sources_of, staged_examples
-from gregale.data.store import TokenStore, format_skipped
-from gregale.data.stream import DocumentStream
+from gregale.data.store import ChunkCache, Report, TokenStore, format_skipped, json_sha256, silent
 from gregale.data.tokenizer_training import make_tokenizer, naming
-from gregale.data.tokenizers import BpeConfig, Tokenizer
+from gregale.data.tokenizers import BpeConfig, Tokenizer, taken_as_text
 from gregale.errors import UserError
 from gregale.storage import storage_path
 

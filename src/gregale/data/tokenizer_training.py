@@ -3,17 +3,14 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from gregale.data.build import writing
+from gregale.data.build import once, writing
 from gregale.data.chat.conversation import Conversation, Pair
 from gregale.data.chat.template import built_in, given_template
-from gregale.data.claims import once
 from gregale.data.config import DataConfig
-from gregale.data.parts import json_sha256
-from gregale.data.progress import Report
+from gregale.data.examples import End, held_out_documents
 from gregale.data.sources import Document, Skipped, SourceConfig
 from gregale.data.sources.base import CHANGED, expand
-from gregale.data.split import End
-from gregale.data.stream import held_out_documents
+from gregale.data.store import Report, json_sha256
 from gregale.data.tokenizers import (
     SAVED_NAME,
     TRAINED_END_OF_DOCUMENT,

@@ -1,10 +1,13 @@
-"""Start of JAX on the devices of a configuration."""
+"""The devices of a process: how it joins the others, and its settings before JAX starts."""
 
+import ctypes
 import math
 import os
+import signal
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from threading import Thread, Timer
@@ -13,13 +16,45 @@ from types import MappingProxyType
 import jax
 from jax._src.clusters import ClusterEnv, cloud_tpu_cluster  # no public function asks the cluster without joining
 
-from gregale.distributed.agreement import Terms
 from gregale.distributed.config import AUTO, DistributedConfig
 from gregale.distributed.liveness import EXIT_CODE, LivenessMonitor, log_line
-from gregale.distributed.malloc_tuning import keep_memory
-from gregale.distributed.rendezvous import wait_for_processes
-from gregale.distributed.settings_check import agree, environment_terms
+from gregale.distributed.rendezvous import Terms, agree, environment_terms, wait_for_processes
 from gregale.errors import UserError
+
+# Parameter -> value, with the numbers of glibc's malloc.h. Few arenas, which grow by at least 64 MiB and never shrink;
+# no allocation is mapped separately, since free() would unmap it. Only the main arena keeps all its memory. One arena
+# alone is slow: compiling fragments it, and threads then wait for its lock (twice the time on eight devices).
+OPTIONS = {-8: 4, -4: 0, -1: 2**31 - 1, -2: 64 << 20}  # M_ARENA_MAX, M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD
+
+
+def keep_memory(environment: Mapping[str, str] = os.environ) -> bool:
+    """Make glibc's malloc keep freed memory unless the user has configured it; return whether this succeeded.
+
+    By default glibc maps and unmaps the temporaries of each step. The page faults take a tenth to a fifth of a step's
+    processor time. Call this before JAX starts its threads, which would create other arenas. The cost: memory that was
+    used once, also for loading and compiling, is not returned before the process ends.
+    """
+    if any(name == "GLIBC_TUNABLES" or name.startswith("MALLOC_") for name in environment):
+        return False
+    if not _is_glibc():
+        return False
+    mallopt = ctypes.CDLL(None).mallopt
+    results = [mallopt(parameter, value) for parameter, value in OPTIONS.items()]  # 1; 0: unknown parameter
+    return all(results)
+
+
+def release_memory() -> None:
+    """Return unused memory to the system (glibc only), for code that loads large arrays in sequence without steps."""
+    if _is_glibc():
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _is_glibc() -> bool:
+    try:
+        return os.confstr("CS_GNU_LIBC_VERSION") is not None
+    except (AttributeError, OSError, ValueError):  # Windows, musl, macOS
+        return False
+
 
 # On a busy machine the threads of simulated devices can be minutes apart; XLA would abort the process after 40 s.
 COLLECTIVE_TIMEOUT = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
@@ -55,7 +90,7 @@ def start_devices(
 
     Returns the monitor of the other processes for `gregale.distributed.liveness.monitor_peers`; None if there are none.
 
-    On CPU devices the process keeps its memory (`gregale.distributed.malloc_tuning`). On a GPU, JAX takes the fraction
+    On CPU devices the process keeps its memory (`gregale.distributed.devices`). On a GPU, JAX takes the fraction
     `GPU_MEMORY` of the memory, unless the environment sets another fraction.
 
     With `cpu_devices`, each process simulates its share of that many CPU devices, joined over gloo. A process in which
@@ -225,3 +260,17 @@ def _copy(source: socket.socket, target: socket.socket) -> None:
     with suppress(OSError):
         while data := source.recv(1 << 16):
             target.sendall(data)
+
+
+_LIBC, _PR_SET_PDEATHSIG = ctypes.CDLL(None), 1  # loaded before any fork
+
+
+def end_with_parent(number: int = signal.SIGTERM, parent: int | None = None) -> None:
+    """Make the kernel send the signal `number` to this process when its parent ends.
+
+    - `parent`: the parent's process id, for a call after the start of this process: if the parent has already ended,
+      this process ends at once
+    """
+    _LIBC.prctl(_PR_SET_PDEATHSIG, number)
+    if parent is not None and os.getppid() != parent:
+        os.kill(os.getpid(), number)

@@ -1,4 +1,8 @@
-"""The rendezvous of a run's processes before JAX joins them, with messages about missing processes.
+"""How processes find and authenticate each other, and agree on their settings.
+
+Settings that have to agree are *terms*: a flat mapping of keys to texts, sent as JSON.
+
+Process 0 compares the terms of all processes and sends the result. If they differ, all end with the same message.
 
 JAX waits for late processes without a message. So process 0 first listens at the coordinator's port itself. The others
 connect to it and send their numbers, and each waiting process logs which processes are missing. When all have joined,
@@ -10,24 +14,263 @@ processes end with a message that names both. After the start, no further proces
 """
 
 import errno
+import hashlib
+import hmac
+import json
+import os
 import secrets
 import selectors
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cache
+from hashlib import blake2b
 from pathlib import Path
 from threading import Event, Thread
+from typing import Any, NamedTuple
+
+import jax
+import jaxlib.version
 
 from gregale.data.sources.base import expand
 from gregale.distributed.config import DistributedConfig
-from gregale.distributed.handshake import JoinRequest
 from gregale.distributed.liveness import EXIT_CODE, Peer, log_line, process_label
-from gregale.distributed.signing import read_token
 from gregale.errors import UserError
 from gregale.formatting import listed
+from gregale.settings import shortened
+from gregale.version import __version__
+
+Terms = Mapping[str, str]
+ABSENT = "not set"
+
+
+def to_text(terms: Terms) -> str:
+    """Encode terms as one line of JSON, in their order."""
+    return json.dumps(dict(terms), separators=(",", ":"))
+
+
+def from_text(text: str) -> Terms:
+    """Decode terms of `to_text`; return any other text as one term, which differs from all others."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if isinstance(value, dict) and all(isinstance(each, str) for each in value.values()):
+        return value
+    return {"what has to agree": text}
+
+
+def format_term(value: Any) -> str:
+    """Format a configuration value as a term on one line; a text has no quotes where that is unambiguous."""
+    return value if isinstance(value, str) and value and value.isprintable() else json.dumps(value, default=str)
+
+
+def difference(found: Mapping[str, Terms]) -> str:
+    """Return a text with the first differing key, its value in each member, and the other differing keys; "" if none.
+
+    - `found`: the terms of each member, by its name
+    """
+    keys = dict.fromkeys(key for terms in found.values() for key in terms)
+    differing = [key for key in keys if len({terms.get(key) for terms in found.values()}) > 1]
+    if not differing:
+        return ""
+    first, *others = differing
+    holders: dict[str, list[str]] = {}
+    for name, terms in found.items():
+        holders.setdefault(terms.get(first, ABSENT), []).append(name)
+    values = [f"{shortened(format_term(value))} in {listed(names)}" for value, names in holders.items()]
+    also = f"; also different: {listed([format_term(key) for key in others])}" if others else ""
+    return f"{format_term(first)} is {', but '.join(values)}{also}"
+
+
+RULE = "All processes of a run need the same configuration, environment, text, and versions of Gregale and JAX."
+OTHER_VERSION = "runs another version of Gregale, which does not send its settings"
+
+# Values of JAX and flags that leave the programs of a run as they are, so that its processes may differ in them.
+MAY_DIFFER = (
+    *("jax_*_visible_devices", "jax_cross_host_*address*"),  # a process's devices on its host, and the host's addresses
+    *("*_cache*", "jax_raise_persistent_cache_errors"),  # where and how compiled programs are kept
+    *("jax_dump_*", "*xla_dump_*", "jax_include_debug_info_in_dumps"),  # files for the user
+    *("jax_log*", "*_debug_log*", "*_distributed_debug", "*_logging_*", "jax_trace*", "*_pprint_*"),  # its own log
+)
+
+
+def environment_terms() -> Terms:
+    """Return the values of JAX, and the flags of XLA and libtpu, that all processes of a run must have in common.
+
+    They come from the environment and from a program's own calls. A flag whose value is a path may differ: hosts have
+    different folders. Call this before Gregale adds flags of its own, which depend on the number of processors.
+    """
+    values = {name: format_term(value) for name, value in jax.config.values.items()}
+    for variable in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
+        flags = [flag.partition("=") for flag in os.environ.get(variable, "").split()]
+        values |= {f"{variable} {name}": value or "true" for name, _, value in flags if os.sep not in value}
+    return {name: value for name, value in values.items() if not any(fnmatchcase(name, each) for each in MAY_DIFFER)}
+
+
+def version_terms() -> Terms:
+    """Return the versions that all processes of a run must have in common."""
+    return {
+        "the version of Gregale": __version__,
+        "the digest of Gregale's source": source_digest(),
+        "the version of JAX": jax.__version__,
+        "the version of jaxlib": jaxlib.version.__version__,
+    }
+
+
+@cache
+def source_digest() -> str:
+    """Return a digest of the source of this package; two checkouts of one version may differ in it."""
+    folder, found = Path(__file__).parent.parent, hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        found.update(f"{path.relative_to(folder)} {path.stat().st_size}\n".encode())
+        found.update(path.read_bytes())
+    return found.hexdigest()[:12]
+
+
+def agree(peers: Sequence[Peer], config: DistributedConfig, terms: Terms) -> None:
+    """Compare the settings of all processes; raise `UserError` in all of them if they differ.
+
+    Exits with the code for a lost process if another process is lost meanwhile.
+
+    - `peers`: the result of `wait_for_processes`
+    - `terms`: the settings of this process; the versions of Gregale and JAX are added
+    """
+    own = {**version_terms(), **terms}
+    if config.process == 0:
+        found: dict[str, Terms] = {process_label(0): own}
+        for peer in peers:
+            found[peer.name] = from_text(_receive(peer, "settings", config.timeout_seconds))
+        if differs := difference(found):
+            text = f"{differs}. {RULE}"
+            for peer in peers:
+                peer.send(f"no {text}")
+            raise UserError(text)
+        for peer in peers:
+            peer.send("agreed ")
+        return
+    (process_0,) = peers
+    process_0.send(f"settings {to_text(own)}")
+    _receive(process_0, "agreed", 2 * config.timeout_seconds)
+
+
+def _receive(peer: Peer, word: str, seconds: float) -> str:
+    """Return the rest of a peer's line that begins with a word; raise `UserError` if the peer sends an error."""
+    peer.connection.settimeout(seconds)
+    line = peer.next_line()
+    if line is None:
+        log_line(f"error: {peer.name} was lost while the settings of all processes were compared.")
+        sys.exit(EXIT_CODE)
+    peer.connection.settimeout(None)
+    found, _, rest = line.partition(" ")
+    if found == "no":
+        raise UserError(rest)
+    if found != word:
+        raise UserError(f"{peer.name} {OTHER_VERSION}. {RULE}")
+    return rest
+
+
+MIN_TOKEN_BYTES = 16
+
+
+def read_token(path: Path, key: str) -> bytes:
+    """Read the token from a file that only its owner may read; white space around the token is ignored.
+
+    - `key`: the configuration key that names the file
+
+    Raises `UserError` if there is no file, if the token is too short, or if others can read the file.
+    """
+    try:
+        mode, token = path.stat().st_mode, path.read_bytes().strip()
+    except OSError as error:
+        raise UserError(f"{key}: {path} cannot be read ({error.strerror}).") from None
+    if mode & 0o077:
+        raise UserError(f"{key}: {path} can be read by others (mode {mode & 0o777:o}): chmod 600 {path}")
+    if len(token) < MIN_TOKEN_BYTES:
+        raise UserError(
+            f"{key}: {path} has {len(token)} bytes; at least {MIN_TOKEN_BYTES} are needed, for example from: "
+            f"openssl rand -hex 32 > {path}"
+        )
+    return token
+
+
+def sign(token: bytes, *parts: bytes) -> str:
+    """Return the HMAC of the parts, each with its length, so that different lists of parts differ in bytes."""
+    mac = hmac.new(token, digestmod="sha256")
+    for part in parts:
+        mac.update(len(part).to_bytes(8, "big") + part)
+    return mac.hexdigest()
+
+
+def is_signed(token: bytes, signature: str, *parts: bytes) -> bool:
+    """Return whether a signature is valid for the parts."""
+    return hmac.compare_digest(signature.encode(), sign(token, *parts).encode())
+
+
+def canonical(content: object) -> bytes:
+    """Return JSON bytes that are the same for equal content."""
+    return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def digest(*parts: bytes | memoryview) -> str:
+    """Return the hash of the concatenated parts: 16 bytes of BLAKE2b, as hexadecimal digits."""
+    state = blake2b(digest_size=16)
+    for part in parts:
+        state.update(part)
+    return state.hexdigest()
+
+
+MAX_DIGITS = 10  # of a number of processes, or a pid
+
+
+class JoinRequest(NamedTuple):
+    """The fields of a join line: `join`, these fields, and a proof of the secret over process 0's challenge."""
+
+    number: int
+    processes: int
+    pid: int
+    host: str
+    nonce: str  # random text of this process, for process 0's proof
+
+    @staticmethod
+    def of(config: DistributedConfig, nonce: str) -> "JoinRequest":
+        """Return the request of this process."""
+        return JoinRequest(config.process, config.processes, os.getpid(), socket.gethostname(), nonce)
+
+    def line(self, token: bytes, challenge: str) -> str:
+        fields = " ".join(map(str, self))
+        return f"join {fields} {sign(token, challenge.encode(), fields.encode())}"
+
+    @staticmethod
+    def parse(line: str, token: bytes, challenge: str) -> "tuple[JoinRequest, bool] | None":
+        """Return the request and whether its proof is valid; None if the line is no join line."""
+        words = line.split()
+        # Python rejects numbers of thousands of digits.
+        numbers = [word for word in words[1:4] if word.isdecimal() and len(word) <= MAX_DIGITS]
+        if len(words) != 7 or words[0] != "join" or len(numbers) != 3:
+            return None
+        request = JoinRequest(int(words[1]), int(words[2]), int(words[3]), words[4], words[5])
+        if request.number >= request.processes:
+            return None
+        return request, is_signed(token, words[6], challenge.encode(), " ".join(words[1:6]).encode())
+
+    @property
+    def name(self) -> str:
+        return f"process {self.number} ({self.host}, pid {self.pid})"
+
+    def answer(self, token: bytes, name: str) -> str:
+        """Return process 0's proof and name, the reply to this request."""
+        return f"{sign(token, self.nonce.encode(), name.encode())} {name}"
+
+    def proved(self, token: bytes, answer: str) -> str | None:
+        """Return process 0's name from its reply; None if its proof is wrong."""
+        proof, _, name = answer.partition(" ")
+        return name if is_signed(token, proof, self.nonce.encode(), name.encode()) else None
+
 
 _LOG_LINES = 10  # number of log lines within the timeout
 _MAX_LOG_INTERVAL_SECONDS = 60.0

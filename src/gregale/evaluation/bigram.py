@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from gregale.data.stream import DocumentStream
+from gregale.data.examples import DocumentStream
 
 READ_TOKENS = 1 << 22
 

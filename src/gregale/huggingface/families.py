@@ -1,16 +1,99 @@
-"""Provides the table of the model families that are read and written, to which a plugin can add its own.
+"""Families of models: the keys of their configurations, and the names and forms of their tensors.
 
 register_family(Family("mine", "MineForCausalLM", {**PROJECTIONS, **NORMS_BEFORE}))
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import product
+from math import prod
 from typing import Any
 
+import jax
+import numpy as np
+from haliax import Axis, NamedArray
+
+from gregale.axes.layout import EXPERTS, is_layers, is_named
+from gregale.axes.parameters import buffers_of, layer_numbers, layer_order, layers_axis
 from gregale.errors import UserError
-from gregale.huggingface.experts import BIAS, FIRST_DENSE, LOSS, MLP_ONLY, MLP_TYPES, FamilyExperts
-from gregale.model.config import GemmaConfig, GptOssConfig, LlamaConfig
-from gregale.model.kernels.reference import CLIP_LIMIT, CLIP_SLOPE
+from gregale.formatting import listed
+from gregale.huggingface.typed_json import TypedJson
+from gregale.model.config import BalanceConfig, ExpertsConfig
+from gregale.model.kernels.operations import CLIP_LIMIT, CLIP_SLOPE
+from gregale.model.llama import GemmaConfig, GptOssConfig, LlamaConfig
+from gregale.settings import whole
+from gregale.settings.decoding import types_of
+
+MLP_ONLY, FIRST_DENSE = "mlp_only_layers", "first_k_dense_replace"
+SPARSE_STEP, MLP_TYPES = "decoder_sparse_step", "mlp_layer_types"
+DENSE, SPARSE = "dense", "sparse"
+SIZES = ("count", "active", "width", "shared")
+LOSS, BIAS = "balance.loss", "balance.bias"
+
+
+@dataclass(frozen=True)
+class FamilyExperts:
+    """The experts of a family's models.
+
+    - `keys`: key of config.json -> field of `model.experts`
+    - `same`: fields with the same value in all its models
+    - `dense`: the key of the layers with an MLP; None: no layer has one
+    - `shared_in_widths`: whether the key of `shared` counts widths of an expert
+    """
+
+    keys: Mapping[str, str]
+    same: Mapping[str, Any] = field(default_factory=dict)
+    dense: str | None = None
+    shared_in_widths: bool = False
+
+    @property
+    def sizes(self) -> list[str]:
+        """Return the keys that config.json needs."""
+        return [key for key, ours in self.keys.items() if ours in SIZES]
+
+    def read(self, given: TypedJson) -> dict[str, Any]:
+        """Return the fields `experts` and `dense_layers` of a configuration; `given`: the keys of config.json."""
+        kinds = types_of(ExpertsConfig) | {LOSS: float}
+        fields = {**self.same, **{ours: given.read(key, kinds[ours]) for key, ours in self.keys.items()}}
+        balance = BalanceConfig(loss=fields.pop(LOSS, 0.0), bias=fields.pop(BIAS, False))
+        if self.shared_in_widths:
+            fields["shared"] *= fields["width"]
+        return {"experts": ExpertsConfig(**fields, balance=balance), "dense_layers": self._dense_layers(given)}
+
+    def _dense_layers(self, given: TypedJson) -> int:
+        layers = given.read("num_hidden_layers", int)
+        if self.dense == MLP_TYPES:
+            kinds = given.read(MLP_TYPES, list[str], None) or [DENSE, *[SPARSE] * (layers - 1)]
+            if len(kinds) != layers or not set(kinds) <= {DENSE, SPARSE}:
+                raise given.error(f"{MLP_TYPES} needs {DENSE} or {SPARSE} for each of the {layers} layers.")
+            rule, dense = MLP_TYPES, [layer for layer, kind in enumerate(kinds) if kind == DENSE]
+        elif self.dense == MLP_ONLY:
+            step, only = given.read(SPARSE_STEP, int, 1, whole(1)), given.read(MLP_ONLY, list[int], [])
+            rule, named = f"{SPARSE_STEP} {step} and {MLP_ONLY} {only}", set(only)
+            dense = [layer for layer in range(layers) if layer in named or (layer + 1) % step]
+        else:
+            return 0 if self.dense is None else given.read(self.dense, int, 0, whole(0))
+        if dense != [*range(len(dense))]:
+            raise given.error(
+                f"by {rule}, the layers without experts are {listed(list(map(str, dense)))}; Gregale computes models "
+                "in which they are the first ones."
+            )
+        return len(dense)
+
+    def written(self, config: LlamaConfig) -> dict[str, Any]:
+        """Return the keys of a model's experts in config.json; a size of `shared` that it cannot have is rounded up."""
+        experts = config.experts
+        assert experts is not None
+        values = {**vars(experts), LOSS: experts.balance.loss, BIAS: experts.balance.bias}
+        values["shared"] = max(1, -(-experts.shared // (experts.width if self.shared_in_widths else 1)))
+        found = {key: values[ours] for key, ours in self.keys.items()}
+        dense = config.dense_layers
+        if self.dense == MLP_ONLY:
+            return {**found, SPARSE_STEP: 1, MLP_ONLY: [*range(dense)]}
+        if self.dense == MLP_TYPES:
+            return {**found, MLP_TYPES: [DENSE] * dense + [SPARSE] * (config.layers - dense)}
+        return found if self.dense is None else {**found, self.dense: dense}
+
 
 LAYER = "model.layers.{layer}."
 
@@ -62,7 +145,7 @@ MATRICES_OF_EXPERTS: Names = {
     "mlp.experts.{expert}.up_proj.weight": ("mlp.up", "mlp, embed"),
     "mlp.experts.{expert}.down_proj.weight": ("mlp.down", "embed, mlp"),
 }
-EXPERTS: Names = {"mlp.gate.weight": ("mlp.router", "router, embed"), **MATRICES_OF_EXPERTS}
+EXPERT_NAMES: Names = {"mlp.gate.weight": ("mlp.router", "router, embed"), **MATRICES_OF_EXPERTS}
 EXPERTS_OF_MIXTRAL: Names = {
     "block_sparse_moe.gate.weight": ("mlp.router", "router, embed"),
     "block_sparse_moe.experts.{expert}.w1.weight": ("mlp.gate", "mlp, embed"),
@@ -175,7 +258,7 @@ HUNYUAN_EXPERTS = {
     "router_scaling_factor": "scale",
 }  # fmt: skip
 
-TABLE = (
+FAMILY_TABLE = (
     Family("llama", "LlamaForCausalLM", LLAMA, any_heads=False),
     Family("mistral", "MistralForCausalLM", LLAMA, window=SLIDING,
            defaults={"num_key_value_heads": 8, SLIDING: 4096}),
@@ -196,20 +279,20 @@ TABLE = (
     Family("mixtral", "MixtralForCausalLM", {**LLAMA, **EXPERTS_OF_MIXTRAL}, window=SLIDING,
            defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "router_aux_loss_coef": 0.001},
            experts=FamilyExperts(MIXTRAL_EXPERTS)),
-    Family("qwen3_moe", "Qwen3MoeForCausalLM", {**LLAMA, **EXPERTS, **NORMS_OF_A_HEAD}, block={"qk_norm": True},
+    Family("qwen3_moe", "Qwen3MoeForCausalLM", {**LLAMA, **EXPERT_NAMES, **NORMS_OF_A_HEAD}, block={"qk_norm": True},
            window=USED, synonyms={"num_local_experts": "num_experts"},
            defaults={"num_key_value_heads": 4, **QWEN_DEFAULTS},
            experts=FamilyExperts(QWEN_EXPERTS, dense=MLP_ONLY)),
-    Family("olmoe", "OlmoeForCausalLM", {**LLAMA, **EXPERTS, **NORMS_OF_ALL_HEADS},
+    Family("olmoe", "OlmoeForCausalLM", {**LLAMA, **EXPERT_NAMES, **NORMS_OF_ALL_HEADS},
            block={"qk_norm": True, "qk_norm_over": "heads"}, only={"hidden_act": "silu", "clip_qkv": None},
            defaults={"rms_norm_eps": 1e-5, "norm_topk_prob": False, "router_aux_loss_coef": 0.01},
            any_head_size=False, experts=FamilyExperts(OLMO_EXPERTS)),
-    Family("qwen2_moe", "Qwen2MoeForCausalLM", {**LLAMA, **EXPERTS, **SHARED_OF_QWEN}, window=USED, first_full=28,
+    Family("qwen2_moe", "Qwen2MoeForCausalLM", {**LLAMA, **EXPERT_NAMES, **SHARED_OF_QWEN}, window=USED, first_full=28,
            derives_layer_types=False, keys={"qkv_bias": "attention_bias"},
            defaults={"num_key_value_heads": 16, "qkv_bias": True, **QWEN_DEFAULTS},
            experts=FamilyExperts({**QWEN_EXPERTS, "shared_expert_intermediate_size": "shared"},
                                  same={"shared_gate": True}, dense=MLP_ONLY)),
-    Family("dots1", "Dots1ForCausalLM", {**LLAMA, **EXPERTS, **BIAS_OF_DOTS, **SHARED_OF_DOTS, **NORMS_OF_A_HEAD},
+    Family("dots1", "Dots1ForCausalLM", {**LLAMA, **EXPERT_NAMES, **BIAS_OF_DOTS, **SHARED_OF_DOTS, **NORMS_OF_A_HEAD},
            block={"qk_norm": True}, window=SLIDING, first_full=62,
            defaults={**DEEPSEEK_DEFAULTS, SLIDING: 4096, "norm_topk_prob": False},
            experts=FamilyExperts(DEEPSEEK_EXPERTS, DEEPSEEK_SAME, FIRST_DENSE, shared_in_widths=True)),
@@ -243,7 +326,7 @@ TABLE = (
     # LOCAL_BASE is no key of theirs, but what transformers takes.
     Family("olmo3", "Olmo3ForCausalLM", OLMO, config=GemmaConfig, block=OLMO_BLOCK, window=SLIDING, full_every=4,
            defaults={"rms_norm_eps": 1e-5, SLIDING: 4096, "rope_theta": 5e5, LOCAL_BASE: 5e5}, rotary_kinds=True),
-    Family("flex_olmo", "FlexOlmoForCausalLM", {**OLMO, **EXPERTS}, block=OLMO_BLOCK,
+    Family("flex_olmo", "FlexOlmoForCausalLM", {**OLMO, **EXPERT_NAMES}, block=OLMO_BLOCK,
            synonyms={"num_local_experts": "num_experts"},
            defaults={"norm_topk_prob": False, "router_aux_loss_coef": 0.01, "rope_theta": 5e5},
            experts=FamilyExperts(OLMO_EXPERTS)),
@@ -254,13 +337,13 @@ TABLE = (
                      "router_scaling_factor": 2.826},
            experts=FamilyExperts(HUNYUAN_EXPERTS, DEEPSEEK_SAME, MLP_TYPES, shared_in_widths=True)),
     # No layer has an MLP.
-    Family("solar_open", "SolarOpenForCausalLM", {**LLAMA, **EXPERTS, **BIAS_OF_DOTS, **SHARED_OF_DOTS},
+    Family("solar_open", "SolarOpenForCausalLM", {**LLAMA, **EXPERT_NAMES, **BIAS_OF_DOTS, **SHARED_OF_DOTS},
            synonyms={"num_local_experts": "n_routed_experts"},
            defaults={**LLAMA_DEFAULTS, **DEEPSEEK_DEFAULTS, "n_shared_experts": 1, "norm_topk_prob": True,
                      "rope_theta": 1e6, "intermediate_size": 1},
            experts=FamilyExperts(DEEPSEEK_EXPERTS, DEEPSEEK_SAME, shared_in_widths=True)),
 )  # fmt: skip
-FAMILIES = {family.model_type: family for family in TABLE}
+FAMILIES = {family.model_type: family for family in FAMILY_TABLE}
 
 
 def register_family(family: Family) -> None:
@@ -277,3 +360,123 @@ def family_of(saved: Mapping[str, Any], source: str) -> Family:
     if isinstance(model_type, str) and model_type in FAMILIES:
         return FAMILIES[model_type]
     raise UserError(f"{source}: model_type is {model_type!r}; Gregale knows {', '.join(FAMILIES)}.")
+
+
+# Old folders store computed tensors; a tied model may store its head, which is the embedding.
+SUPERFLUOUS = (".rotary_emb.inv_freq",)
+HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A parameter and its tensor on the hub, or one for each layer and each expert that the name has.
+
+    - `hub`: has `{layer}` and `{expert}` in place of their numbers
+    - `layers`: the numbers of the layers with it, in the order of its first axis; None: it belongs to no layer
+    - `is_buffer`: whether it is a buffer, which files hold in float32
+    - `part`, `parts`: the tensor's last axis has the values of several parameters in turn, and these are the `part`-th
+    """
+
+    hub: str  # the tensor's name
+    path: str  # the parameter's path in the model
+    axes: tuple[Axis, ...]  # the parameter's axes
+    groups: tuple[tuple[str, ...], ...]  # names of axes; one dimension of the hub's tensor flattens the axes of a group
+    layers: list[int] | None
+    is_buffer: bool = False
+    part: int = 0
+    parts: int = 1
+
+    @property
+    def stacked(self) -> int:
+        """Return the number of the parameter's first axes that its tensors lack: of layers, and of experts."""
+        return (self.layers is not None) + ("{expert}" in self.hub)
+
+    @property
+    def own(self) -> tuple[str, ...]:
+        """Return the axes of one tensor's part, in the parameter's order."""
+        return tuple(axis.name for axis in self.axes[self.stacked :])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        sizes = {axis.name: axis.size for axis in self.axes}
+        *first, last = (prod(sizes[name] for name in group) for group in self.groups)
+        return (*first, last * self.parts)
+
+    def cut_to(self, rows: int) -> "Slot":
+        """Return the slot with `rows` rows of a vocabulary, without its padding."""
+        return replace(self, axes=tuple(Axis(axis.name, rows) if axis.name == "vocab" else axis for axis in self.axes))
+
+    def name(self, place: tuple[int, ...]) -> str:
+        """Return the tensor at an index of the first axes."""
+        layer = None if self.layers is None else self.layers[place[0]]
+        return self.hub.format(layer=layer, expert=place[-1] if place else None)
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Return tensor's name -> its index in the parameter's first axes, layer by layer."""
+        places = product(*(range(axis.size) for axis in self.axes[: self.stacked]))
+        return {self.name(place): place for place in places}
+
+    @property
+    def flat(self) -> tuple[str, ...]:
+        """Return the axes of the hub's tensor, with the axes of a group separate."""
+        return tuple(name for group in self.groups for name in group)
+
+    @property
+    def flat_shape(self) -> tuple[int, ...]:
+        sizes = {axis.name: axis.size for axis in self.axes}
+        return tuple(sizes[name] for name in self.flat)
+
+    def as_flat(self, tensor: np.ndarray) -> np.ndarray:
+        """Return a view of the parameter's values in the hub's tensor, with the axes `flat`."""
+        return tensor.reshape(*self.flat_shape, self.parts)[..., self.part]
+
+    def as_parameter(self, tensor: np.ndarray) -> np.ndarray:
+        """Return a view of the hub's tensor with the parameter's axes, without the stacked ones."""
+        return self.as_flat(tensor).transpose([self.flat.index(name) for name in self.own])
+
+
+def path_of(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def parameters_of(model: Any) -> dict[str, NamedArray]:
+    """Return a model's parameters by their paths; they may be abstract."""
+    return {path_of(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(model, is_leaf=is_named)[0]}
+
+
+def slots_of(model: Any, family: Family) -> list[Slot]:
+    """Return the slots of a model's parameters, in the order of the family's table; they may be abstract.
+
+    Buffers that the family does not name have none.
+    """
+    slots, found, numbers = [], parameters_of(model), layer_numbers(layer_order(model))
+    buffers = parameters_of(buffers_of(model))
+    stacks = ["blocks.", *(f"blocks.parts.{structure}." for structure in range(len(numbers)))]
+    for hub, (ours, axes) in family.names().items():
+        names, stacked = ours.split(), stacks if "{layer}" in hub else stacks[:1]
+        for part, path in [(i, name.replace("blocks.", stack, 1)) for stack in stacked for i, name in enumerate(names)]:
+            if path in found:
+                groups, own = tuple(tuple(group.split()) for group in axes.split(",")), found.pop(path)
+                layers, is_buffer = numbers.get(layers_axis(own) or ""), path in buffers
+                slot = Slot(hub, path, own.axes, groups, layers, is_buffer, part, len(names))
+                assert all(is_layers(axis.name) or axis.name == EXPERTS for axis in own.axes[: slot.stacked])
+                slots.append(slot)
+    assert found.keys() <= buffers.keys(), f"{family.model_type} has no names for {', '.join(found)}"
+    return slots
+
+
+def check_names(found: set[str], slots: list[Slot], source: str) -> None:
+    """Raise `UserError` for missing tensors and for tensors that the model lacks; `source`: the folder's path."""
+    count = sum(prod(axis.size for axis in slot.axes[: slot.stacked]) for slot in slots if slot.part == 0)
+    if count > 2 * len(found) + 1000:  # before the names are made, which may be billions
+        raise UserError(f"{source}: by its config.json the model has {count:,} tensors, and its files {len(found):,}.")
+    wanted = {name for slot in slots for name in slot.tensors()}
+    ignored = {name for name in found if name.endswith(SUPERFLUOUS)} | {HEAD}
+    problems = [
+        f"{what} {listed(sorted(names))}"
+        for what, names in (("lacks", wanted - found), ("also has", found - wanted - ignored))
+        if names
+    ]
+    if problems:
+        text = " and ".join(problems)
+        raise UserError(f"{source} does not hold the model that its config.json describes: it {text}.")

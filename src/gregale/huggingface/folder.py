@@ -12,11 +12,9 @@ from typing import Any
 from gregale.atomic_files import LockHeld, atomic_replace, is_at, locked
 from gregale.errors import UserError
 from gregale.huggingface.config import read_config, text_part
-from gregale.huggingface.families import LAYER, Family
-from gregale.huggingface.mxfp4 import unpacked
-from gregale.huggingface.safetensors import Tensor, read_header
-from gregale.huggingface.tensor_names import Slot, check_names
-from gregale.model.config import LlamaConfig
+from gregale.huggingface.families import LAYER, Family, Slot, check_names
+from gregale.huggingface.safetensors import Tensor, read_header, unpacked
+from gregale.model.llama import LlamaConfig
 from gregale.storage import ObjectPath, StoragePath, write_bytes
 
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"

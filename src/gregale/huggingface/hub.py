@@ -27,8 +27,8 @@ from gregale.huggingface.folder import (
     weight_files,
 )
 from gregale.huggingface.tokenizer import end_of_document, rebuilt, rowless, tokenizer_of
-from gregale.model.base import HuggingFaceConfig
-from gregale.model.config import LlamaConfig
+from gregale.model.config import HuggingFaceConfig
+from gregale.model.llama import LlamaConfig
 
 REPOSITORY = re.compile(r"(?P<name>(?P<owner>\w[\w.-]*)/\w[\w.-]*)(@(?P<revision>[\w./-]+))?", re.ASCII)
 

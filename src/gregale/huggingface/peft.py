@@ -9,11 +9,11 @@ from haliax import NamedArray
 
 from gregale.axes.layout import LORA_RANK, Layout
 from gregale.errors import UserError
+from gregale.huggingface.families import Slot, parameters_of
 from gregale.huggingface.folder import ADAPTER, check_files, read_json
 from gregale.huggingface.safetensors import read_header
-from gregale.huggingface.tensor_names import Slot, parameters_of
 from gregale.huggingface.weights import read_slot
-from gregale.model.adapter_config import LoraConfig
+from gregale.model.config import LoraConfig
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."

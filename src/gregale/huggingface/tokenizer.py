@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from gregale.data.chat.template import SETTINGS, TEMPLATE, given_template
-from gregale.data.text_bytes import pre_tokenizers_of
-from gregale.data.tokenizers import Tokenizer
-from gregale.data.vocabulary_bytes import SPACE_MARK, byte_level_reader, decoder_kinds
+from gregale.data.tokenizers import SPACE_MARK, Tokenizer, byte_level_reader, decoder_kinds, pre_tokenizers_of
 from gregale.errors import UserError
 from gregale.huggingface.folder import GENERATION, TOKENIZER, read_json, write_json
 

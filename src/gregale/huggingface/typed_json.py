@@ -6,7 +6,7 @@ from typing import Any, get_args, get_origin
 
 from gregale.errors import UserError
 from gregale.settings import Range, shortened
-from gregale.settings.config_schema import is_union, type_name
+from gregale.settings.decoding import is_union, type_name
 
 
 @dataclass(frozen=True)

@@ -1,22 +1,149 @@
-"""Generate text with a key/value cache: a batch of prompts, a block of tokens per call."""
+"""Generation with a key/value cache: the logits of the next token, and its draw."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import lcm
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
-from haliax import NamedArray
+from haliax import Axis, NamedArray
 
 from gregale.axes.layout import BATCH
-from gregale.inference.token_sampling import Sampling, draw
+from gregale.errors import UserError
 from gregale.model.cache import POSITION, for_tokens
-from gregale.model.compute_config import CompilerOptions
+from gregale.model.config import Batch, CompilerOptions
 from gregale.model.execution import Execution
+from gregale.settings import Range, Settings, at_least, setting, whole
+
+
+class KnownTokens(eqx.Module):
+    """All tokens of a batch so far, in the place of a cache: integers [row, slot], row by row from slot 0."""
+
+    tokens: jax.Array
+
+    def with_room(self, slots: int, execution: Execution) -> "KnownTokens":
+        """Return the same with more slots."""
+        del execution
+        return KnownTokens(jnp.pad(self.tokens, ((0, 0), (0, slots - self.tokens.shape[1]))))
+
+
+class UncachedDecoder(eqx.Module):
+    """A model with `logits` only, as the generator needs it: each token computes all tokens before it again.
+
+    Tokens after the last known one are zeros, which a causal model does not see.
+
+    - `model`: `logits(batch, execution)` returns [batch, position, vocab], of `tokens` and `positions`
+    """
+
+    model: Any
+
+    def unstacked(self) -> "UncachedDecoder":
+        return self
+
+    def prefill(
+        self, tokens: NamedArray, first: NamedArray, slots: int, execution: Execution
+    ) -> tuple[NamedArray, KnownTokens]:
+        """Return the logits after prompts that are padded on the left, and the tokens; as `Llama.prefill`."""
+        width = tokens.array.shape[1]
+        known = KnownTokens(jax.vmap(jnp.roll)(tokens.array, -first.array)).with_room(max(slots, width), execution)
+        return self._after(known, width - 1 - first.array, execution), known
+
+    def decode(
+        self, tokens: NamedArray, known: KnownTokens, place, first: NamedArray, execution: Execution
+    ) -> tuple[NamedArray, KnownTokens]:
+        """Return the logits after `tokens`, which are at the index `place` of padded rows; as `Llama.decode`."""
+        at = place - first.array
+        known = KnownTokens(known.tokens.at[jnp.arange(len(at)), at].set(tokens.array[:, 0]))
+        return self._after(known, at, execution), known
+
+    def _after(self, known: KnownTokens, at: jax.Array, execution: Execution) -> NamedArray:
+        """Return the logits [batch, vocab] after the token at an index of each row."""
+        slots = Axis(POSITION, known.tokens.shape[1])
+        tokens = execution.placed(hax.named(known.tokens, (BATCH, slots)))
+        positions = execution.placed(hax.arange(slots).broadcast_axis(tokens.resolve_axis(BATCH)))
+        found = self.model.logits({"tokens": tokens, "positions": positions}, execution)
+        found = found.rearrange((BATCH, POSITION, "vocab")).array
+        return execution.placed(hax.named(found[jnp.arange(len(at)), at].astype(jnp.float32), (BATCH, "vocab")))
+
+
+def sampling_form(model: Any, kind: str) -> Any:
+    """Return a model as the generator needs it; raise `UserError` for one that cannot be sampled.
+
+    - `kind`: its `model.type`, for the message
+    """
+    if hasattr(model, "prefill"):
+        return model
+    if hasattr(model, "logits"):
+        return UncachedDecoder(model)
+    raise UserError(f"model.type {kind} cannot be sampled: its model has neither `logits` nor `prefill` and `decode`.")
+
+
+def scores(model: Any, batch: Batch, vocabulary: int | None, execution: Execution) -> tuple[NamedArray, NamedArray]:
+    """Return each target's log-likelihood and whether it is the likeliest, as `Llama.scores`, of any model's logits."""
+    if hasattr(model, "scores"):
+        return model.scores(batch, vocabulary, execution)
+    logits = model.logits(batch, execution).rearrange((..., "vocab")).array[..., :vocabulary].astype(jnp.float32)
+    targets = batch["targets"]
+    found = jnp.take_along_axis(jax.nn.log_softmax(logits), targets.array[..., None], axis=-1)[..., 0]
+    likeliest = jnp.argmax(logits, axis=-1) == targets.array
+    return NamedArray(found, targets.axis_names), NamedArray(likeliest, targets.axis_names)
+
+
+def check_scored(model: Any, kind: str) -> None:
+    """Raise `UserError` for a model whose text cannot be scored token by token; arguments as for `sampling_form`."""
+    if not hasattr(model, "scores") and not hasattr(model, "logits"):
+        raise UserError(
+            f"model.type {kind} cannot score tasks or sliding windows, or positions (evaluation.by_position): its "
+            "model has neither `logits` nor `scores`. The loss on text needs neither."
+        )
+
+
+@dataclass(frozen=True)
+class Sampling(Settings):
+    temperature: float = setting(0.8, "randomness; 0 takes the likeliest token", range=at_least(0))
+    top_k: int | None = setting(None, "draw from this many likeliest tokens only; null: all", range=whole(1))
+    top_p: float | None = setting(
+        None, "draw from the likeliest tokens of this total probability; null: all", range=Range(0, 1, above=True)
+    )
+    seed: int = setting(0, "of the draws", range=whole(0))
+
+
+def draw(logits: jax.Array, sampling: Sampling, key: jax.Array) -> jax.Array:
+    """Draw one token of those that `allowed` leaves, by their probabilities; at temperature 0 the likeliest one.
+
+    - `logits`: [vocab], float32
+    """
+    if sampling.temperature == 0:
+        return jnp.argmax(logits)
+    return jax.random.categorical(key, allowed(logits, sampling))
+
+
+def allowed(logits: jax.Array, sampling: Sampling) -> jax.Array:
+    """Return logits / temperature, restricted to the `top_k` likeliest and then to the nucleus of `top_p`; others are
+    -inf.
+
+    The nucleus is the smallest set of likeliest tokens whose probabilities, among those that `top_k` leaves, add up to
+    at least `top_p` (Holtzman et al., arXiv 1904.09751). This is the order of transformers' warpers.
+
+    - `logits`: [vocab], float32
+    - `sampling`: with a temperature above 0
+    """
+    logits = logits / sampling.temperature
+    if sampling.top_k is not None:
+        least = jax.lax.top_k(logits, min(sampling.top_k, logits.size))[0][-1]
+        logits = jnp.where(logits < least, -jnp.inf, logits)
+    if sampling.top_p is not None and sampling.top_p < 1:
+        order = jnp.argsort(-logits)
+        probabilities = jax.nn.softmax(logits[order])
+        before = jnp.cumsum(probabilities) - probabilities
+        logits = logits.at[order].set(jnp.where(before < sampling.top_p, logits[order], -jnp.inf))
+    return logits
+
 
 BUCKET = 64  # prompts are padded at least to multiples of this, so that few lengths are compiled
 BLOCK = 32  # the maximum number of tokens in one call of the program

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from threading import Condition, Lock
 from typing import Any
 
-from gregale.distributed.signing import canonical
+from gregale.distributed.rendezvous import canonical
 from gregale.errors import UserError
 from gregale.islands.host_worker import DigestMismatch, NotFinite
 from gregale.islands.transport.client import PeerClient, PeerUnreachable, RequestRejected, ask_status, island_at

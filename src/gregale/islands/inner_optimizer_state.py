@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from gregale.communication.shards import keys_here, on_devices, shards_here
+from gregale.communication.reduce import keys_here, on_devices, shards_here
 from gregale.methods.method import PsdpState
 
 Expected = dict[str, tuple[tuple[int, ...], np.dtype]]

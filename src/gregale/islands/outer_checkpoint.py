@@ -18,9 +18,9 @@ from uuid import uuid4
 import numpy as np
 
 from gregale.atomic_files import os_error_text
-from gregale.checkpoint import parts
-from gregale.checkpoint.manifest import MANIFEST, digest_of
-from gregale.checkpoint.saving import delete
+from gregale.checkpoint import files
+from gregale.checkpoint.files import MANIFEST, digest_of
+from gregale.checkpoint.store import delete
 from gregale.errors import UserError
 from gregale.islands.protocol.headers import OuterRecord
 from gregale.methods.island_outer import NO_OWN_LEAVES, OwnLeaves, VersionedArray
@@ -53,7 +53,7 @@ def write(
     folder = folder_of(directory, outer.round)
     if _is_of(folder, outer):
         return
-    name_of_parts, part_bytes = uuid4().hex[:8], parts.PART_BYTES
+    name_of_parts, part_bytes = uuid4().hex[:8], files.PART_BYTES
     whole = {**leaves, **{name: VersionedArray(array, 0) for name, array in own.arrays.items()}}
     entries: list[list[Any]] = []
 
@@ -66,7 +66,7 @@ def write(
 
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        parts.write_parts(folder, name_of_parts, contents(), part_bytes)
+        files.write_parts(folder, name_of_parts, contents(), part_bytes)
         groups = {str(index): group for index, group in own.groups.items()}
         manifest = {"outer": outer.to_json(), "parts": name_of_parts, "part_bytes": part_bytes, "arrays": entries}
         manifest |= {"own": sorted(own.arrays), "groups": groups, "format": _FORMAT}
@@ -122,7 +122,7 @@ def _array(folder: StoragePath, own: str, part_bytes: int, entry: list[Any], kin
     """Read an array that begins at byte `start` of the parts. Raises ValueError if its hash is wrong."""
     dtype, shape = kind
     content = np.empty(dtype.itemsize * prod(shape), np.uint8)
-    parts.read_parts(content, folder, own, part_bytes, start)
+    files.read_parts(content, folder, own, part_bytes, start)
     if digest_of(content.data) != entry[4]:
         raise ValueError(f"{entry[0]} is not what was written")
     return content.view(dtype).reshape(shape)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from gregale.data.staged import Mixtures, with_mixture
+from gregale.data.mixtures import Mixtures, with_mixture
 from gregale.errors import UserError
 from gregale.methods.island import Island
 from gregale.methods.island_outer import HostOuter

@@ -1,29 +1,65 @@
-"""The choice of a synchronisation method."""
+"""The choice of a synchronisation method by `type`, and of its outer optimizer."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Self
+from dataclasses import dataclass, field, fields, make_dataclass, replace
+from typing import Any, ClassVar, NamedTuple, Self
 
 import draccus
 import jax
 import optax
 
-from gregale.axes.layer_stacks import layer_order, layers_axis
 from gregale.axes.layout import ISLAND, Layout, is_named
-from gregale.axes.parameters import trainable
-from gregale.codecs.config import ReduceConfig
-from gregale.errors import UserError, below
-from gregale.methods.diloco import Diloco
+from gregale.axes.parameters import layer_order, layers_axis, trainable
+from gregale.codecs.codec import ReduceConfig
+from gregale.errors import KeyedError, UserError, below
+from gregale.methods.diloco import Diloco, Mixing, sync_axis
 from gregale.methods.island import Island
 from gregale.methods.method import Method
-from gregale.methods.outer_config import OUTER, OuterConfig
 from gregale.methods.psdp import Psdp
-from gregale.methods.replicas import sync_axis
 from gregale.methods.schedule import PATTERNS, Schedule
-from gregale.methods.separate import Mixing
-from gregale.model.compute_config import CompilerOptions
-from gregale.optim import ConstantSchedule
-from gregale.settings import Range, Settings, between, setting, whole
+from gregale.model.config import CompilerOptions
+from gregale.optim import ConstantSchedule, MuonConfig, OptimizerConfig, SgdConfig
+from gregale.settings import Range, Settings, between, restated, setting, whole
+
+
+@dataclass(frozen=True)
+class OuterConfig(OptimizerConfig, draccus.ChoiceRegistry):  # named again: draccus looks at the bases for `type`
+    """The choices of `OptimizerConfig` that run on shards, with a weight decay of 0 by default."""
+
+    _choice_registry: ClassVar[dict[str, Any]] = {}
+
+    @classmethod
+    def get_known_choices(cls) -> dict[str, Any]:
+        no_decay = [("weight_decay", float, restated(OptimizerConfig, "weight_decay", 0.0))]
+        for name, kind in OptimizerConfig.get_known_choices().items():
+            if name not in cls._choice_registry and not issubclass(kind, MuonConfig):
+                cls._choice_registry[name] = make_dataclass(kind.__name__, no_decay, bases=(kind, cls), frozen=True)
+        return cls._choice_registry
+
+    @classmethod
+    def get_choice_class(cls, name: str) -> Any:
+        """Return the class of a choice; raise `KeyedError` for an optimizer that does not run on shards."""
+        known = cls.get_known_choices()
+        if name not in known and name in OptimizerConfig.get_known_choices():
+            raise KeyedError(
+                "type",
+                f"is {name!r}",
+                f": it needs whole matrices, and the outer optimizer runs on shards of the parameters. "
+                f"{', '.join(known)} would work; sgd with momentum 0.9 and nesterov is the usual choice.",
+            )
+        return known[name]
+
+    @classmethod
+    def of(cls, optimizer: OptimizerConfig) -> "OuterConfig":
+        """Return an optimizer of Python as an outer one; raise `UserError` for one that does not run on shards."""
+        with below("sync.outer"):
+            kind = cls.get_choice_class(optimizer.get_choice_name(type(optimizer)))
+        return kind(**{each.name: getattr(optimizer, each.name) for each in fields(optimizer)})
+
+
+_SGD = SgdConfig(learning_rate=0.7, momentum=0.9, nesterov=True, schedule=ConstantSchedule(), clip_norm=None)
+OUTER = OuterConfig.of(_SGD)
+
 
 EVALUATED = ("outer", "average", "first_replica")
 
@@ -125,7 +161,7 @@ class PsdpConfig(SyncConfig):
 
 @dataclass(frozen=True)
 class MixingConfig(SyncConfig):
-    """The base of choices whose replicas train separately and mix their parameters (`gregale.methods.separate`)."""
+    """The base of choices whose replicas train separately and mix their parameters (`gregale.methods.diloco`)."""
 
     def mixing_method(self, inner: Psdp, layout: Layout) -> Mixing:
         """Return the method.

@@ -13,11 +13,10 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from gregale.axes.layout import Tree
-from gregale.communication.replica_shards import ShardedLeaf
-from gregale.communication.row_layout import RowLayout
-from gregale.communication.shards import keys_here
-from gregale.methods.fragments import Fragment
+from gregale.communication.quantised import RowLayout
+from gregale.communication.reduce import ShardedLeaf, keys_here
 from gregale.methods.island import Island
+from gregale.methods.schedule import Fragment
 
 
 class FragmentShards(NamedTuple):

@@ -29,26 +29,29 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
-from gregale.audit.step import ParameterShape
+from gregale.audit.estimate import ParameterShape
 from gregale.axes.layout import ISLAND, Layout, Tree, with_shardings
 from gregale.axes.parameters import trainable
-from gregale.codecs.config import ReduceConfig
-from gregale.codecs.feedback import QuantisedArray, load
-from gregale.communication.collective_phases import encoded, remember
-from gregale.communication.feedback import ErrorState, arrays_of, error_shardings, init_error, next_step, updated
-from gregale.communication.reduce import all_gather_params
-from gregale.communication.replica_shards import ShardedLeaf, leaves_of
-from gregale.communication.row_layout import RowLayout, rows_of
-from gregale.methods.fragments import Fragment, errors_per_fragment
-from gregale.methods.inspection import Inspected, Probe
-from gregale.methods.method import Method, PsdpState, StepMetrics
-from gregale.methods.outer import pseudo_gradient
+from gregale.codecs.codec import QuantisedArray, ReduceConfig, load
+from gregale.communication.quantised import (
+    ErrorState,
+    RowLayout,
+    arrays_of,
+    encoded,
+    error_shardings,
+    init_error,
+    next_step,
+    remember,
+    rows_of,
+    updated,
+)
+from gregale.communication.reduce import ShardedLeaf, all_gather_params, leaves_of
+from gregale.methods.diloco import mixed_with, pseudo_gradient
+from gregale.methods.method import Inspected, Limits, Method, Probe, PsdpState, SpikesConfig, StepMetrics
 from gregale.methods.psdp import Psdp
-from gregale.methods.round import mixed_with
-from gregale.methods.schedule import Schedule
-from gregale.methods.spikes import Limits, SpikesConfig
+from gregale.methods.schedule import Fragment, Schedule, errors_per_fragment
 from gregale.methods.traffic import PsdpTraffic
-from gregale.model.compute_config import CompilerOptions
+from gregale.model.config import CompilerOptions
 
 
 class IslandState(NamedTuple):

@@ -18,13 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from gregale.axes.layout import Tree, is_named
-from gregale.codecs.feedback import QuantisedArray
+from gregale.codecs.codec import QuantisedArray
 from gregale.communication.network import NetworkReducer, OwnError, Reduced
-from gregale.communication.row_layout import no_error
-from gregale.communication.shards import host_device, on_devices, shards_here
+from gregale.communication.quantised import no_error
+from gregale.communication.reduce import host_device, on_devices, shards_here
+from gregale.methods.diloco import outer_step
 from gregale.methods.fragment_shards import FragmentShards, named, optimizer_names, part_of, shape_of, theta_name
 from gregale.methods.island import Island
-from gregale.methods.outer import outer_step
 
 Arrays = dict[str, np.ndarray]
 

@@ -6,7 +6,7 @@ from math import prod
 
 import jax
 
-from gregale.audit.memory import bytes_on_device
+from gregale.audit.estimate import bytes_on_device
 from gregale.axes.layout import with_shardings
 from gregale.communication.network import WAVES_AHEAD, NetworkReducer
 from gregale.methods.island import Island

@@ -1,18 +1,111 @@
-"""The interface of synchronisation methods, so that no program depends on a method's type."""
+"""The interface of methods, and what their steps share: the guard against spikes, inspection, agreement of replicas."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Self
 
-from gregale.audit.step import ParameterShape
-from gregale.axes.layout import Layout
-from gregale.errors import UserError
-from gregale.methods.inspection import Inspected, Probe
-from gregale.methods.spikes import SpikesConfig
-from gregale.methods.traffic import DilocoTraffic, PsdpTraffic
+import jax
+import jax.numpy as jnp
+import numpy as np
+from haliax import NamedArray
+from jax.sharding import PartitionSpec
 
-Tree = Any
+from gregale.audit.estimate import ParameterShape
+from gregale.axes.layout import Layout, Tree, is_layers, is_named
+from gregale.communication.reduce import further_splits, own_part
+from gregale.errors import UserError
+from gregale.methods.traffic import DilocoTraffic, PsdpTraffic
+from gregale.settings import Settings, above, setting, whole
+
+
+@dataclass(frozen=True)
+class SpikesConfig(Settings):
+    """A step whose loss or gradient norm is above mean + sigma * standard deviation of the window changes nothing.
+
+    The window has the finite values of the last steps, spikes too: after a lasting rise steps count again.
+    """
+
+    window: int = setting(128, "steps", range=whole(2, 100_000), aliases=("rolling_interval_length",), by_topic=True)
+    sigma: float = setting(6.0, "standard deviations", range=above(0), aliases=("sigma_factor",), by_topic=True)
+
+
+class Limits(NamedTuple):
+    """The largest values of a step that is no spike, float32, of each replica that makes its own steps."""
+
+    loss: Any
+    norm: Any
+
+
+class SpikeWindow(NamedTuple):
+    """The values of the last steps with finite ones, and the number of spikes, of each replica that decides itself."""
+
+    losses: Any  # float32 [*replica_axes, window]
+    norms: Any  # float32 [*replica_axes, window]
+    seen: Any  # int32 [*replica_axes]: values so far
+    spikes: Any  # int32 [*replica_axes]
+
+    @staticmethod
+    def empty(config: SpikesConfig, axes: tuple[int, ...]) -> "SpikeWindow":
+        values, counts = jnp.zeros((*axes, config.window), jnp.float32), jnp.zeros(axes, jnp.int32)
+        return SpikeWindow(values, values, counts, counts)
+
+    def limits(self, sigma: float) -> Limits:
+        """Return the limits of the next step; infinite ones until the window is full."""
+        full = self.seen >= self.losses.shape[-1]
+
+        def limit(values: jax.Array) -> jax.Array:
+            return jnp.where(full, values.mean(-1) + sigma * values.std(-1), jnp.inf)
+
+        return Limits(limit(self.losses), limit(self.norms))
+
+    def after(self, loss: jax.Array, norm: jax.Array, finite: jax.Array, spike: jax.Array) -> "SpikeWindow":
+        """Return the window after a step."""
+        size = self.losses.shape[-1]
+        here = (jnp.arange(size) == (self.seen % size)[..., None]) & finite[..., None]
+
+        def put(values: jax.Array, value: jax.Array) -> jax.Array:
+            return jnp.where(here, value[..., None], values)
+
+        losses, norms = put(self.losses, loss), put(self.norms, norm)
+        return SpikeWindow(losses, norms, self.seen + finite, self.spikes + spike)
+
+
+Probe = Callable[[Tree, Tree], Tree]
+"""probe(model, batch) -> named arrays: what else is looked at, of the model and the batch that a step computes with."""
+
+
+class Inspected(NamedTuple):
+    """Sums of squares, in float32, of a step's values: trees like the parameters, of [layers] or scalars.
+
+    If replicas train separately, each array has a leading [replica].
+    """
+
+    parameters: Tree  # before the step
+    gradients: Tree  # averaged, before clipping
+    updates: Tree  # parameters after the step less those before
+    probed: Tree  # the result of the probe
+
+
+def inspected(before: Tree, gradients: Tree, after: Tree, probed: Tree) -> Inspected:
+    """Return the sums for parameters before and after a step, and its averaged gradients."""
+
+    def update(new: jax.Array, old: jax.Array) -> jax.Array:
+        return new.astype(jnp.float32) - old.astype(jnp.float32)
+
+    return Inspected(squares(before), squares(gradients), squares(jax.tree.map(update, after, before)), probed)
+
+
+def squares(tree: Tree) -> Tree:
+    """Return the sum of squares of each array, over all axes but `layers`."""
+
+    def one(leaf) -> NamedArray:
+        names = leaf.axis_names if is_named(leaf) else ()
+        array = leaf.array if is_named(leaf) else leaf
+        over = tuple(place for place in range(array.ndim) if not any(map(is_layers, names[place : place + 1])))
+        return NamedArray(jnp.sum(jnp.square(array.astype(jnp.float32)), axis=over), tuple(filter(is_layers, names)))
+
+    return jax.tree.map(one, tree, is_leaf=is_named)
 
 
 class StepMetrics(NamedTuple):
@@ -60,7 +153,7 @@ class Method(ABC):
     step: Callable[..., tuple[Tree, StepMetrics]]
     """step(state, batch, *during): one step on a batch; `during` is from `actions`.
 
-    With `spikes` it has an argument `limits` too, `gregale.methods.spikes.Limits`.
+    With `spikes` it has an argument `limits` too, `gregale.methods.method.Limits`.
     """
 
     @property
@@ -178,3 +271,81 @@ class Method(ABC):
         An island has none: a part of it is not on the devices. Raises `UserError` for a method without codecs.
         """
         raise UserError(f"reduce.measure is true, but the method {self.name} uses no codec. Leave reduce.measure out.")
+
+
+class PseudoGradient(NamedTuple):
+    """Measurements of a fragment's pseudo-gradient g = sum_k p_k g_k, with g_k = theta - theta_k, when it is sent.
+
+    Each replica k has only its shard S_k of theta's coordinates, 1 / R of them. For S_k it has g_k and g, so that these
+    sums need no transfer over the axis. An array that is not split over the axis is in every shard.
+    """
+
+    norm: Any  # float32 scalar: |g|
+    weight: Any  # float32 [replica]: w_k, 0 for a replica that is left out; p_k = w_k / sum_j w_j
+    square: Any  # float32 [replica]: |g_k|^2 on S_k, in units of all coordinates
+    product: Any  # float32 [replica]: <g_k, g> on S_k, likewise
+
+
+def products(own: Tree, theta: Tree, gradient: Tree, layout: Layout, axis: str) -> tuple[jax.Array, jax.Array]:
+    """Return `square` and `product` of a `PseudoGradient`; nothing crosses `axis`.
+
+    - `own`: theta_k, with a leading [replica]; under `params`
+    - `theta`, `gradient`: theta and g; under `opt_state`
+    - `axis`: the name of the leading axis
+    """
+
+    def one(theta, own, gradient):
+        if not isinstance(theta, NamedArray):
+            return _products(own, theta, gradient, (), layout, axis)
+        names = tuple(each.name for each in theta.axes)
+        own, gradient = own.rearrange((axis, *names)), gradient.rearrange(names)
+        return _products(own.array, theta.array, gradient.array, names, layout, axis)
+
+    found = jax.tree.map(one, theta, own, gradient, is_leaf=is_named)
+    squares, crossed = zip(*jax.tree.leaves(found, is_leaf=lambda node: isinstance(node, tuple)), strict=True)
+    return sum(squares), sum(crossed)  # type: ignore[return-value]
+
+
+def _products(own, theta, gradient, names: tuple[str, ...], layout: Layout, axis: str) -> tuple[jax.Array, jax.Array]:
+    """Turn [axis, *names] under `params` and twice [*names] under `opt_state` into [axis] and [axis]."""
+    cuts = further_splits(names, layout)
+    split = layout.mesh_axes(names, layout.opt_state)
+    inside = tuple(mesh_axis for mesh_axis in split if mesh_axis != axis)
+    share = layout.mesh.shape[axis] if axis in split else 1
+
+    def multiply(own: jax.Array, theta: jax.Array, gradient: jax.Array):
+        own = own[0]
+        for dimension, mesh_axes in enumerate(cuts):
+            for mesh_axis in mesh_axes:
+                own = own_part(own, dimension, mesh_axis)
+        mine = theta - own
+        sums = share * jnp.stack([jnp.sum(mine * mine), jnp.sum(mine * gradient)])
+        square, product = jax.lax.psum(sums, inside) if inside else sums
+        return square[None], product[None]
+
+    before, after = (layout.spec(names, mapping) for mapping in (layout.params, layout.opt_state))
+    replica = PartitionSpec(axis)
+    mapped = layout.shard_map(multiply, (PartitionSpec(axis, *before), after, after), (replica, replica))
+    return mapped(own, theta, gradient)
+
+
+def cosine(measured: PseudoGradient) -> float | None:
+    """Return the mean cosine similarity of the replicas' pseudo-gradients; None if fewer than two of them moved.
+
+    It is the mean over all pairs, weighted by p_k and lengths (the first form). It needs only sums of single replicas
+    (the second):
+
+        cosine = sum_{j != k} p_j p_k <g_j, g_k> / sum_{j != k} p_j p_k |g_j| |g_k|
+               = sum_k p_k (<g_k, g> - p_k |g_k|^2) / ((sum_k p_k |g_k|)^2 - sum_k p_k^2 |g_k|^2)
+
+    where the values of k are those on S_k. So for arrays that are split over the replicas it is an estimate, from 1 / R
+    of each replica's coordinates (the inner product is exact for two replicas); otherwise it is exact.
+    """
+    weight, square, product = (np.asarray(each, np.float64) for each in measured[1:])
+    if not (weight.sum() > 0 and np.isfinite([square, product]).all()):
+        return None
+    share, length = weight / weight.sum(), np.sqrt(square)
+    lengths = np.sum(share * length) ** 2 - np.sum((share * length) ** 2)
+    if lengths <= 1e-12 * np.sum(square):  # no pair, up to the rounding of the difference
+        return None
+    return float(np.sum(share * (product - share * square)) / lengths)

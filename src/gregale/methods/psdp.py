@@ -10,17 +10,13 @@ import jax
 import jax.numpy as jnp
 from haliax import NamedArray
 
-from gregale.audit.step import ParameterShape
+from gregale.audit.estimate import ParameterShape
 from gregale.axes.layout import AxisMapping, Layout, Tree
 from gregale.axes.parameters import buffers_of, frozen_of, holding, static_of, trainable, with_arrays
-from gregale.codecs.config import ReduceConfig
-from gregale.communication.accumulate import Accumulated, accumulate
-from gregale.communication.layer_groups import cut_layers, joined_layers
+from gregale.codecs.codec import ReduceConfig
 from gregale.communication.quantised import QuantisationLoss, QuantisedReducer, Reducer
-from gregale.communication.reduce import ExactReducer
-from gregale.methods.inspection import Inspected, Probe, inspected
-from gregale.methods.method import Method, PsdpState, StepMetrics
-from gregale.methods.spikes import Limits, SpikesConfig
+from gregale.communication.reduce import Accumulated, ExactReducer, accumulate, cut_layers, joined_layers
+from gregale.methods.method import Inspected, Limits, Method, Probe, PsdpState, SpikesConfig, StepMetrics, inspected
 from gregale.methods.traffic import PsdpTraffic
 from gregale.model.losses import Losses
 from gregale.optim.config import Optimizer

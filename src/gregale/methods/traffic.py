@@ -7,14 +7,21 @@ from typing import NamedTuple
 
 import jax
 
-from gregale.audit.step import ParameterShape
-from gregale.audit.traffic import agreement, apply_transfers, gathers, kept, reduced, send_transfers
-from gregale.audit.transfer import Transfer, sent_bytes
+from gregale.audit.estimate import ParameterShape
+from gregale.audit.traffic import (
+    Transfer,
+    agreement,
+    apply_transfers,
+    gathers,
+    kept,
+    reduced,
+    send_transfers,
+    sent_bytes,
+)
 from gregale.axes.layout import Layout, Tree, named_arrays
 from gregale.axes.parameters import trainable
 from gregale.communication.quantised import QuantisedReducer, Reducer
-from gregale.methods.fragments import Fragment, sizes_of
-from gregale.methods.schedule import Schedule, StepFragments
+from gregale.methods.schedule import Fragment, Schedule, StepFragments, sizes_of
 
 SYNCHRONISE = "synchronise"
 STEP_KINDS = {(True, False): "send", (False, True): "apply", (True, True): "send_and_apply"}

@@ -13,12 +13,10 @@ from haliax.axis import axis_spec_to_tuple
 from haliax.nn import Linear
 
 from gregale.axes.layout import BATCH, EMBED, LORA_RANK, POSITION, is_layers, is_named
-from gregale.axes.parameters import Frozen, is_buffer, is_parameter
-from gregale.axes.quantised_weight import QuantisedWeight, is_quantised
-from gregale.codecs.blocks import UniformCodec
-from gregale.codecs.normal_float import NormalFloatCodec
+from gregale.axes.parameters import Frozen, QuantisedWeight, is_buffer, is_parameter, is_quantised
+from gregale.codecs.codec import NormalFloatCodec, UniformCodec
 from gregale.errors import UserError
-from gregale.model.adapter_config import EXPERT_TARGETS, TARGETS, LoraConfig
+from gregale.model.config import EXPERT_TARGETS, TARGETS, LoraConfig
 
 FACTORS = {"lora_a", "lora_b"}
 Axes = tuple[Axis, ...]

@@ -19,11 +19,10 @@ import numpy as np
 from haliax import Axis, NamedArray
 from jax.sharding import PartitionSpec
 
-from gregale.axes.layer_stacks import is_stacks
 from gregale.axes.layout import BATCH, POSITION
-from gregale.axes.position_order import chunk_order
+from gregale.axes.parameters import chunk_order, is_stacks
 from gregale.model.execution import Execution
-from gregale.model.kernels.reference import capped
+from gregale.model.kernels.operations import capped
 
 SLOT = "slot"
 AS_GIVEN = (BATCH, POSITION, "kv_heads", "head_size")  # keys and values of a layer

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from gregale.axes.gather import scattered
 from gregale.axes.layout import Layout
-from gregale.axes.vocabulary import exchanges_rows
+from gregale.axes.parameters import exchanges_rows
 from gregale.model.execution import Execution
 
 

@@ -1,34 +1,315 @@
-"""The execution of a model: the placement and precision of its arrays, its kernels, and the run of its layers."""
+"""The execution of a model: the placement and precision of its arrays, its kernels, and the scan over its layers.
 
-from collections.abc import Callable
+A layer's kind determines its program: a kernel has one window. So a stack is cut into segments in which a pattern of
+kinds repeats. A scan over a segment has a whole pattern in its body, each layer with its own program.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import haliax as hax
 import jax
 import jax.numpy as jnp
-from haliax import NamedArray
+from haliax import Axis, NamedArray
 from haliax.axis import axis_spec_to_tuple
-from haliax.nn import Linear
+from haliax.jax_utils import tree_checkpoint_name
+from haliax.nn import Linear, ScanCheckpointPolicy
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout as MemoryLayout
 from jax.experimental.layout import with_layout_constraint
 
 from gregale.axes.gather import gathered
-from gregale.axes.layout import BATCH, EMBED, EXPERTS, POSITION, AxisMapping, Layout, is_named
-from gregale.axes.position_order import position_order
-from gregale.axes.quantised_weight import decoded, is_quantised
+from gregale.axes.layout import BATCH, EMBED, EXPERTS, LAYERS, POSITION, AxisMapping, Layout, is_named
+from gregale.axes.parameters import Stacks, decoded, is_quantised, is_stacks, position_order, renamed, stack_axis
 from gregale.errors import UserError
 from gregale.model.adapters import Lora
-from gregale.model.base import ModelConfig
-from gregale.model.compute_config import DTYPES, ComputeConfig
+from gregale.model.config import DTYPES, ComputeConfig, ModelConfig
 from gregale.model.kernels.dispatch import KernelRequest, check_matmul, kernels_for
-from gregale.model.kernels.kernels import Kernels
-from gregale.model.kernels.quantised import FORMATS, Quantised, in_eight_bits, quantised_product
-from gregale.model.kernels.quantised_mlp import quantised_mlp
-from gregale.model.kernels.reference import PLAIN
-from gregale.model.layer_kinds import in_periods
-from gregale.model.layer_scan import LayerScan
-from gregale.model.remat import PART, PROJECTIONS, REMAT_POLICIES, SPLIT_POLICIES, TO_HOST, UNROLL, named
+from gregale.model.kernels.operations import ATTENTION_NAME, PLAIN, Kernels
+from gregale.model.kernels.quantised import FORMATS, Quantised, in_eight_bits, quantised_mlp, quantised_product
+
+Kind = NamedArray | int
+"""A layer's index in `LlamaConfig.kinds`; an array without axes in a pipeline, whose stages have different layers."""
+
+
+Label = tuple[int, int]
+"""The structure of a layer (`Stacks`) and its kind; equal layers are scanned together."""
+
+
+class LayerSegment(NamedTuple):
+    """Layers with the labels of `pattern`, repeated `repeats` times."""
+
+    pattern: tuple[Label, ...]
+    repeats: int
+
+    @property
+    def layers(self) -> int:
+        return len(self.pattern) * self.repeats
+
+
+def kind_constants(kinds: tuple[int, ...]) -> dict[str, NamedArray]:
+    """Return the kind of every layer as an array along `layers`, named `kind`; nothing for one kind."""
+    if len(set(kinds)) == 1:
+        return {}
+    return {"kind": NamedArray(jnp.asarray(kinds, jnp.int32), (LAYERS,))}
+
+
+@cache
+def layer_segments(labels: tuple[Label, ...], first: int = 0) -> tuple[LayerSegment, ...]:
+    """Return the segments of a model's layers by their labels: few, with few layers in their patterns.
+
+    - `first`: a number of layers after which a segment ends
+    """
+    if first:
+        return layer_segments(labels[:first]) + layer_segments(labels[first:])
+    best: list[tuple[LayerSegment, ...]] = [()]
+    for end in range(1, len(labels) + 1):
+        found = [
+            (*best[start], LayerSegment(labels[start : start + period], (end - start) // period))
+            for start in range(end)
+            for period in range(1, end - start + 1)
+            if (end - start) % period == 0 and labels[start : end - period] == labels[start + period : end]
+        ]
+        best.append(min(found, key=lambda cut: sum(1 + len(each.pattern) for each in cut)))
+    return best[-1]
+
+
+def labels_of(layers: Any, kinds: tuple[int, ...]) -> tuple[Label, ...]:
+    """Return the label of each layer, of stacked arrays with these kinds."""
+    order = layers.order if is_stacks(layers) else (0,) * len(kinds)
+    return tuple(zip(order, kinds, strict=True))
+
+
+def layers_apart(labels: tuple[Label, ...]) -> int:
+    """Return the number of layers in the first pattern of labels, if others follow; else 0."""
+    period = len(layer_segments(labels)[0].pattern) if labels else 0
+    return period if period < len(labels) else 0
+
+
+def cut(stacked: Any, parts: Sequence[LayerSegment]) -> list[list[Any]]:
+    """Return, for each segment and each index of its pattern, a tree of arrays [repeats, ...] from [layers, ...].
+
+    Gradients are joined in the same way, each array once. `Stacks` are cut one by one, and all have `layers` then.
+    """
+    if not is_stacks(stacked):
+        return _cut_stack(stacked, parts)
+    pieces = {}
+    for structure in dict.fromkeys(stacked.order):
+        own = [number for number, part in enumerate(parts) if _own(part, structure).pattern]
+        stack = renamed(stacked.parts[structure], stack_axis(structure), LAYERS)
+        found = _cut_stack(stack, [_own(parts[number], structure) for number in own])
+        pieces |= {(number, structure): iter(each) for number, each in zip(own, found, strict=True)}
+    return [[next(pieces[number, label[0]]) for label in part.pattern] for number, part in enumerate(parts)]
+
+
+def _own(part: LayerSegment, structure: int) -> LayerSegment:
+    """Return the layers of one structure in a segment."""
+    return part._replace(pattern=tuple(label for label in part.pattern if label[0] == structure))
+
+
+def _cut_stack(stacked: Any, parts: Sequence[LayerSegment]) -> list[list[Any]]:
+    leaves, structure = jax.tree.flatten(stacked)
+    by_leaf = [_cut(leaf, parts) for leaf in leaves]
+    return [
+        [structure.unflatten([pieces[number][place] for pieces in by_leaf]) for place in range(len(part.pattern))]
+        for number, part in enumerate(parts)
+    ]
+
+
+def _cut(array: jax.Array, parts: Sequence[LayerSegment]) -> list[list[jax.Array]]:
+    """Turn [layers, ...] into [repeats, ...] by segment and index."""
+
+    def places(array: jax.Array, part: LayerSegment) -> list[jax.Array]:
+        if len(part.pattern) == 1:
+            return [array]
+        grouped = array.reshape(part.repeats, len(part.pattern), *array.shape[1:])
+        return [each.squeeze(1) for each in jax.lax.split(grouped, [1] * len(part.pattern), axis=1)]
+
+    whole = [array] if len(parts) == 1 else jax.lax.split(array, [part.layers for part in parts])
+    return [places(each, part) for each, part in zip(whole, parts, strict=True)]
+
+
+def joined(pieces: Sequence[Sequence[Any]], labels: tuple[Label, ...], parts: Sequence[LayerSegment]) -> Any:
+    """Invert `cut`: return stacked arrays, or `Stacks` of them if layers have several structures."""
+    order = tuple(structure for structure, _ in labels)
+    if not any(order):
+        return _joined_stack(pieces)
+    stacks = []
+    for structure in range(max(order) + 1):
+        own = [
+            [piece for piece, label in zip(each, part.pattern, strict=True) if label[0] == structure]
+            for each, part in zip(pieces, parts, strict=True)
+        ]
+        stacks.append(renamed(_joined_stack([each for each in own if each]), LAYERS, stack_axis(structure)))
+    return Stacks(stacks, order)
+
+
+def _joined_stack(pieces: Sequence[Sequence[Any]]) -> Any:
+
+    def whole(*places: jax.Array) -> jax.Array:
+        if len(places) == 1:
+            return places[0]
+        return jnp.stack(places, axis=1).reshape(-1, *places[0].shape[1:])
+
+    of_segments = [jax.tree.map(whole, *places) for places in pieces]
+    if len(of_segments) == 1:
+        return of_segments[0]
+    return jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *of_segments)
+
+
+def in_periods(
+    block: Callable, weights: Any, kinds: tuple[int, ...]
+) -> tuple[Callable, list[dict[str, Any]], Callable[[Any], Any]]:
+    """Return what a pipeline runs in place of single layers: `layer`, and the stacked arrays of each index of a period.
+
+    The third result turns the stacked outs of `layer` into those of single layers, as a scan returns them.
+
+    A period is the pattern of structures that repeats: all stages run the same program. For layers of one structure it
+    is one layer. Raises `UserError` if the structures do not repeat.
+    """
+    labels = labels_of(weights, (0,) * len(kinds))
+    parts = layer_segments(labels)
+    pattern = parts[0].pattern
+    if len(parts) > 1:
+        shown = ", ".join(f"{part.repeats} x {[structure for structure, _ in part.pattern]}" for part in parts)
+        raise UserError(
+            f"pipeline: the stages run one program, and the structures of this model's layers do not repeat: {shown}. "
+            "Use a model whose pattern of structures repeats, or no pipeline."
+        )
+    of_places = [kinds[place :: len(pattern)] for place in range(len(pattern))]
+
+    def layer(x, period, rows, execution):
+        outs = []
+        for own, of_place in zip(period, of_places, strict=True):
+            x, out = block(x, own["weights"], own.get("kind", of_place[0]), rows, execution)
+            outs.append(out)
+        return x, outs
+
+    stacks = zip(cut(weights, parts)[0], of_places, strict=True)
+    periods = [{"weights": own, **kind_constants(of_place)} for own, of_place in stacks]
+    return layer, periods, lambda outs: joined([outs], labels, parts)
+
+
+# Names of a block's intermediates (`jax.ad_checkpoint.checkpoint_name`), which remat policies use.
+PROJECTIONS = ["query", "key", "value", ATTENTION_NAME, "attention_out", "gate", "up", "mlp_out"]
+
+CARRY, WEIGHTS = "layer_input", "layer_weights"  # the names of a layer's inputs
+
+CONTEXT = ScanCheckpointPolicy(save_block_internals=[ATTENTION_NAME])  # avoids a second forward pass of attention
+
+REMAT_POLICIES = {
+    "none": ScanCheckpointPolicy(disable=True),
+    "full": ScanCheckpointPolicy(simple=True),
+    "context": CONTEXT,
+    "context_offload": ScanCheckpointPolicy(offload_block_internals=[ATTENTION_NAME]),
+    "projections": ScanCheckpointPolicy(save_block_internals=PROJECTIONS),
+    "offload": ScanCheckpointPolicy(save_carries="offload"),
+}
+
+# If `model` splits the stream (`Execution.stream`), a device also keeps its part of attention's output. So the backward
+# pass adds nothing over `model` again, which pays for the gathers that it repeats.
+PART = "part_of_"
+PARTS = [f"{PART}attention_out"]
+SPLIT_POLICIES = {
+    "none": REMAT_POLICIES["none"],
+    "full": ScanCheckpointPolicy(save_block_internals=PARTS),
+    "context": ScanCheckpointPolicy(save_block_internals=[ATTENTION_NAME, *PARTS]),
+    "context_offload": ScanCheckpointPolicy(save_block_internals=PARTS, offload_block_internals=[ATTENTION_NAME]),
+    "offload": ScanCheckpointPolicy(save_carries="offload", offload_block_internals=PARTS),
+}
+
+TO_HOST = ("offload", "context_offload")  # policies that move saved values to the host's memory
+
+# Layers unrolled in the scan over layers. On CPU the loop's slices and copies cost more than the compile time saves.
+UNROLL = {"cpu": 4}
+
+
+def named(x: NamedArray, name: str) -> NamedArray:
+    """Name an intermediate for remat policies."""
+    return NamedArray(checkpoint_name(x.array, name), x.axis_names)
+
+
+@dataclass(frozen=True)
+class LayerScan:
+    """The settings of a scan over layers: see the fields of the same names of `gregale.model.execution.Execution`."""
+
+    policy: ScanCheckpointPolicy
+    unroll: int
+    first_layers: int
+    recomputes_late: bool
+
+    def __call__(
+        self, block: Callable, kinds: tuple[int, ...], carry: Any, weights: Any, *more: Any
+    ) -> tuple[Any, Any]:
+        """Do `Execution.scan_layers`."""
+        if isinstance(weights, tuple):
+            outs = []
+            for layer in zip(weights, kinds, *more, strict=True):
+                carry, out = block(carry, *layer)
+                outs.append(out)
+            return carry, tuple(outs)
+        labels = labels_of(weights, kinds)
+        parts, outs, mixed = layer_segments(labels, self.first_layers), [], len(set(labels)) > 1
+        # Equal layers after first ones are slower if they are computed again late: 0.8 percent for an 8B model on v5e.
+        late = self.recomputes_late and (mixed or not self.first_layers)
+        trees = zip(*(cut(tree, parts) for tree in (weights, *more)), strict=True)
+        for number, (part, of_trees) in enumerate(zip(parts, trees, strict=True)):
+            layers = [list(layer) for layer in zip(*of_trees, strict=True)]
+            if number and self.first_layers:
+                # The weights are awaited after the first layers, and their gradients are complete before theirs.
+                carry, layers = jax.lax.optimization_barrier((carry, layers))
+            elif mixed:
+                carry, layers = gradients_together((carry, layers))
+            carry, out = self._segment(block, part, carry, layers, late)
+            outs.append(out)
+        return carry, joined(outs, labels, parts)
+
+    def _segment(self, block: Callable, part: LayerSegment, carry, layers, late: bool):
+        """Scan one segment; each layer of its pattern saves by the policy the same values as alone."""
+        policy, Layers = self.policy, Axis(LAYERS, part.repeats)
+        if late or (self.first_layers and part.repeats == 1):
+            policy = replace(policy, prevent_cse=True)
+        unroll = min(max(1, self.unroll // len(part.pattern)), part.repeats)
+        if len(part.pattern) == 1:
+            ((_, kind),) = part.pattern
+
+            def alone(carry, weights, *more):
+                return block(carry, weights, kind, *more)
+
+            carry, out = hax.scan(alone, Layers, remat=policy, unroll=unroll)(carry, *layers[0])
+            return carry, (out,)
+
+        def one(kind: int) -> Callable:
+            def layer(carry, weights, *more):
+                return block(tree_checkpoint_name(carry, CARRY), weights, kind, *more)
+
+            return policy.checkpoint(CARRY, WEIGHTS, layer)
+
+        def pattern(carry, *layers):
+            outs = []
+            for (_, kind), (weights, *more) in zip(part.pattern, layers, strict=True):
+                carry, out = one(kind)(*gradients_together((carry, weights)), *more)
+                outs.append(out)
+            return carry, tuple(outs)
+
+        return hax.scan(pattern, Layers, unroll=unroll)(carry, *layers)
+
+
+@jax.custom_vjp
+def gradients_together(values):
+    """Return the values, whose gradients are used only when all are complete.
+
+    Between layers, the compiler then does not put off the products for weights, which need the layer's activations.
+    """
+    return values
+
+
+gradients_together.defvjp(
+    lambda values: (values, None), lambda _, gradients: (jax.lax.optimization_barrier(gradients),)
+)
+
 
 LayerFunction = Callable[[NamedArray, Any, Any, "Execution"], tuple[NamedArray, Any]]
 """layer(x [batch, ...], arrays of one layer, rows [batch, ...], execution) -> x, sums over its rows"""
@@ -176,7 +457,7 @@ class Execution:
         """Run `x = block(x, weights[i], kinds[i], rows, execution)` for every i along the layers.
 
         - `kinds`: of every layer, as an index in `LlamaConfig.kinds`
-        - `weights`: named arrays with the leading axis `layers`, ungathered, or `gregale.axes.layer_stacks.Stacks`
+        - `weights`: named arrays with the leading axis `layers`, ungathered, or `gregale.axes.parameters.Stacks`
         - `rows`: named arrays [batch, ...], the same for all layers (positions, segment ids); not differentiated
         """
 

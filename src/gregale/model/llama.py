@@ -1,7 +1,8 @@
 """The Llama family: embedding, a stack of blocks scanned along `layers`, a norm, a head."""
 
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, ClassVar, Self
 
 import equinox as eqx
 import haliax as hax
@@ -10,25 +11,20 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import Axis, NamedArray
 
-from gregale.axes.layer_stacks import Stacks, in_layer_order, layer_order, stack_axis
 from gregale.axes.layout import BATCH, LAYERS, POSITION, ROUTER, is_named
-from gregale.axes.position_order import position_order
-from gregale.model.attention import Attention
+from gregale.axes.parameters import Stacks, in_layer_order, layer_order, position_order, stack_axis
+from gregale.errors import KeyedError
 from gregale.model.cache import Cache, DecodeStep, Devices, slots_of
+from gregale.model.config import ACTIVATIONS, MEANING, SHAPE, DecoderConfig, ExpertsConfig, ModelConfig
 from gregale.model.embedding import embed
-from gregale.model.execution import Execution
-from gregale.model.experts import Experts
-from gregale.model.kernels.reference import capped
-from gregale.model.layer_kinds import Kind
-from gregale.model.loss import losses_of_head
+from gregale.model.execution import Execution, Kind
+from gregale.model.experts import LOAD, Experts, with_balance
+from gregale.model.kernels.operations import capped
+from gregale.model.layers import Attention, Mlp, RmsNorm
+from gregale.model.loss import losses_of_head, target_scores
 from gregale.model.losses import Z_LOSS, Losses
-from gregale.model.mlp import Mlp
-from gregale.model.norm import RmsNorm
-from gregale.model.routing import LOAD, with_balance
-from gregale.model.target_log_probs import target_scores
-
-if TYPE_CHECKING:
-    from gregale.model.config import LlamaConfig
+from gregale.model.parametrisation import scaled
+from gregale.settings import above, at_least, restated, setting
 
 
 class Block(eqx.Module):
@@ -43,10 +39,10 @@ class Block(eqx.Module):
     mlp_norm: RmsNorm  # [Embed]
     mlp: Mlp | Experts
     mlp_out_norm: RmsNorm | None  # [Embed]
-    config: "LlamaConfig" = eqx.field(static=True)
+    config: DecoderConfig = eqx.field(static=True)
 
     @staticmethod
-    def init(config: "LlamaConfig", key) -> "Block":
+    def init(config: DecoderConfig, key) -> "Block":
         attention_key, mlp_key = jax.random.split(key)
         around = config.norms == "around"
         return Block(
@@ -117,10 +113,10 @@ class Llama(eqx.Module):
     blocks: Block | Stacks  # every array with a leading [Layers]
     norm: RmsNorm  # [Embed]
     head: NamedArray | None  # [Embed, Vocab]; None: the embedding, transposed
-    config: "LlamaConfig" = eqx.field(static=True)
+    config: DecoderConfig = eqx.field(static=True)
 
     @classmethod
-    def init(cls, config: "LlamaConfig", Vocab: Axis, key) -> Self:
+    def init(cls, config: DecoderConfig, Vocab: Axis, key) -> Self:
         table_key, head_key, blocks_key = jax.random.split(key, 3)
         keys, order = jax.random.split(blocks_key, config.layers), config.structure_numbers
 
@@ -307,5 +303,80 @@ def of_experts(blocks: Any) -> Any:
     return blocks.parts[-1] if isinstance(blocks, Stacks) else blocks
 
 
-def norm(config: "LlamaConfig") -> RmsNorm:
+def norm(config: DecoderConfig) -> RmsNorm:
     return RmsNorm.init(config.Embed, config)
+
+
+@ModelConfig.register_subclass("llama")
+@dataclass(frozen=True)
+class LlamaConfig(DecoderConfig):
+    """The Llama family: Llama 2 and 3, Mistral, Qwen 2 and 3 (dense) and OLMo 2 are settings of these fields."""
+
+    def init(self, Vocab: Axis, key: jax.Array) -> Llama:
+        return scaled(Llama.init(self, Vocab, key), self.scalings, self.norm_offset)
+
+
+@ModelConfig.register_subclass("gemma")
+@dataclass(frozen=True)
+class GemmaConfig(LlamaConfig):
+    """The Llama family with the additions of Gemma 2 and 3; their norms are `around`."""
+
+    activation: str = setting(
+        "silu",
+        "of the gate: SwiGLU, or GeGLU by tanh (Gemma)",
+        choices=ACTIVATIONS,
+        aliases=("hidden_act", "hidden_activation", "activation_function"),
+        fixed=MEANING,
+    )
+    norm_offset: float = setting(0.0, "added to the weights of RMSNorm (Gemma: 1)", range=at_least(0), fixed=MEANING)
+    score_width: float | None = setting(
+        None,
+        "scores are divided by its root; null: head_size",
+        range=above(0),
+        aliases=("query_pre_attn_scalar",),
+        fixed=MEANING,
+    )
+    score_softcap: float | None = setting(
+        None,
+        "bounds scores by tanh (Gemma 2); null: nothing",
+        range=above(0),
+        aliases=("attn_logit_softcapping", "attention_softcap"),
+        fixed=MEANING,
+    )
+    logit_softcap: float | None = setting(
+        None,
+        "bounds logits by tanh (Gemma 2); null: nothing",
+        range=above(0),
+        aliases=("final_logit_softcapping",),
+        fixed=MEANING,
+    )
+    scaled_embedding: bool = setting(False, "embeddings times sqrt(hidden) (Gemma)", fixed=MEANING)
+    window_rotary_base: float | None = setting(
+        None,
+        "of layers with a window, unscaled (Gemma 3)",
+        range=at_least(1),
+        aliases=("rope_local_base_freq",),
+        fixed=MEANING,
+    )
+
+
+@ModelConfig.register_subclass("gpt_oss")
+@dataclass(frozen=True)
+class GptOssConfig(LlamaConfig):
+    """The Llama family with the additions of gpt-oss: attention sinks, biases, and experts with clipped gates."""
+
+    sinks: ClassVar[bool] = True
+    biased: ClassVar[bool] = True
+    activation: ClassVar[str] = "clipped"
+
+    experts: ExpertsConfig | None = field(
+        default_factory=ExpertsConfig, metadata={"help": "experts in place of MLPs", "fixed": SHAPE, "by_topic": True}
+    )
+    attention_bias: bool = restated(LlamaConfig, "attention_bias", True)
+
+    def __post_init__(self):
+        super().__post_init__()
+        mlps = {"dense_layers": self.dense_layers, "experts.shared": self.experts.shared if self.experts else 0}
+        for name, found in ({"experts": "null"} if self.experts is None else mlps).items():
+            if found:
+                raise KeyedError(name, f"is {found}", ", and a layer of type gpt_oss has experts and no other MLP.")

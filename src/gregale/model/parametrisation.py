@@ -2,17 +2,14 @@
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import draccus
 import jax
 
-from gregale.axes.layer_stacks import has_name, names_of_arrays
 from gregale.axes.layout import is_named
+from gregale.axes.parameters import has_name, names_of_arrays
 from gregale.settings import Fixed, Settings, setting, whole
-
-if TYPE_CHECKING:
-    from gregale.model.config import LlamaConfig
 
 BASE = Fixed("initial weights and the optimizer's moments are scaled by it")
 HIDDEN = ("query.weight", "key.weight", "value.weight", "gate.weight", "up.weight", "mlp.gate", "mlp.up")
@@ -39,6 +36,21 @@ class Scaling(NamedTuple):
     gradient: float
 
 
+class DecoderSettings(Protocol):
+    """The settings of a decoder that factors depend on."""
+
+    scaled_embedding: ClassVar[bool]
+
+    @property
+    def hidden(self) -> int: ...
+    @property
+    def layers(self) -> int: ...
+    @property
+    def norms(self) -> str: ...
+    @property
+    def tied_head(self) -> bool: ...
+
+
 @dataclass(frozen=True)
 class Parametrisation(Settings, draccus.ChoiceRegistry):
     """The choice of a parametrisation by `type`."""
@@ -48,7 +60,7 @@ class Parametrisation(Settings, draccus.ChoiceRegistry):
         return "complete_p"
 
     @abstractmethod
-    def scalings(self, config: "LlamaConfig") -> tuple[Scaling, ...]:
+    def scalings(self, config: DecoderSettings) -> tuple[Scaling, ...]:
         """Return the factors of all parameters of a model; nothing for the base model."""
 
 
@@ -69,7 +81,7 @@ class CompletePConfig(Parametrisation):
         None, "its `layers`; null: as many as here", range=whole(1), fixed=BASE, by_topic=True
     )
 
-    def scalings(self, config: "LlamaConfig") -> tuple[Scaling, ...]:
+    def scalings(self, config: DecoderSettings) -> tuple[Scaling, ...]:
         width, depth = config.hidden / self.base_hidden, config.layers / (self.base_layers or config.layers)
         if width == depth == 1:
             return ()

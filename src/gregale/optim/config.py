@@ -1,23 +1,214 @@
-"""The choice of an optimizer, and its construction."""
+"""The choice of an optimizer by `type`, its groups of parameters, and the clipping of gradients."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import draccus
+import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
+from haliax import NamedArray
 
 from gregale.audit.traffic import Transfer, squared_norms
-from gregale.axes.layer_stacks import names_of_arrays
-from gregale.axes.layout import Layout, named_arrays
-from gregale.axes.parameters import trainable
-from gregale.errors import below
+from gregale.axes.layout import EMBED, EXPERTS, LORA_RANK, Layout, is_layers, is_named, named_arrays
+from gregale.axes.parameters import has_name, layers_axis, names_of_arrays, trainable
+from gregale.errors import KeyedError, below
 from gregale.model.parametrisation import Scaling
-from gregale.optim.clipping import clip_by_norm
-from gregale.optim.groups import GroupConfig, Groups, ParameterRule
-from gregale.optim.matrices import decays, map_parameters
 from gregale.optim.schedules import CosineSchedule, ScheduleConfig
 from gregale.settings import DECAY, Fixed, Range, Settings, above, at_least, restated, setting
+
+SHOWN = 4  # names in a message
+
+
+@dataclass(frozen=True)
+class GroupConfig(Settings):
+    """Parameters by the names that `inspect.granularity: array` shows, such as `layer.3.attention.query.weight`."""
+
+    match: str = setting("*", "names: `*` any characters, `|` between alternatives", by_topic=True)
+    learning_rate: float = setting(1.0, "factor of the learning rate", range=at_least(0), by_topic=True)
+    weight_decay: float | None = setting(
+        None, "in place of the optimizer's; null: the same", range=at_least(0), by_topic=True
+    )
+
+    def has(self, name: str) -> bool:
+        return has_name(self.match, name)
+
+
+class ParameterRule(NamedTuple):
+    """How an optimizer changes a parameter; `rate` is the peak."""
+
+    algorithm: str
+    rate: float
+    weight_decay: float
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of an optimizer, and the scalings of its model. Of several that have a parameter the first counts.
+
+    Factors of groups and of scalings multiply. A scaling changes the rate and not the product of rate and decay.
+
+    - `rate`: the field of `Scaling` for the rate of this optimizer
+    """
+
+    groups: Sequence[GroupConfig]
+    scalings: Sequence[Scaling] = ()
+    rate: str = "elements"
+
+    def __bool__(self) -> bool:
+        return bool(self.groups or self.scalings)
+
+    def check(self, parameters: Any) -> None:
+        """Raise `KeyedError` for a group without parameters."""
+        names = [name for _, own in names_of_arrays(trainable(parameters)) for name in own]
+        for number, group in enumerate(self.groups):
+            check_match(f"groups.{number}.match", group.match, names)
+
+    def rates(self, parameters: Any) -> optax.GradientTransformation:
+        """Return the factors of the learning rate, for updates; without groups nothing."""
+        if not self:
+            return optax.identity()
+        return _scaling(self._values(parameters, self.rate_of))
+
+    def sizes(self, parameters: Any) -> optax.GradientTransformation:
+        """Return what gives gradients the size of the base model's, so that epsilon has the same weight."""
+        return _scaling(self._values(parameters, lambda leaf, name: 1 / self._scaled(name, "gradient")))
+
+    def rate_of(self, leaf: Any, name: str) -> float:
+        """Return the factor of a parameter's learning rate."""
+        return self._own(name, lambda group: group.learning_rate, 1.0) * self._scaled(name, self.rate)
+
+    def decay_of(self, leaf: Any, name: str, others: Callable[[Any], float]) -> float:
+        """Return a parameter's weight decay; `others`: as for `decay`."""
+        return self._own(name, lambda group: group.weight_decay, others(leaf)) / self._scaled(name, self.rate)
+
+    def decay(self, parameters: Any, others: Callable[[Any], float]) -> optax.GradientTransformation:
+        """Return the weight decay; `others`: leaf -> that of a parameter whose group has none."""
+        decays = self._values(parameters, lambda leaf, name: self.decay_of(leaf, name, others))
+
+        def one(values: "_Values", update, parameter):
+            return update if _is_masked(update) else _added(update, _times(values, parameter))
+
+        return optax.stateless(lambda updates, given: jax.tree.map(one, decays, updates, given))
+
+    def _own(self, name: str, of: Callable[[GroupConfig], float | None], otherwise: float) -> float:
+        found = next((of(group) for group in self.groups if group.has(name)), None)
+        return otherwise if found is None else found
+
+    def _scaled(self, name: str, factor: str) -> float:
+        return next((getattr(each, factor) for each in self.scalings if has_name(each.match, name)), 1.0)
+
+    def _values(self, parameters: Any, value: Callable[[Any, str], float]) -> Any:
+        """Return a tree with the values of every parameter."""
+        arrays = names_of_arrays(trainable(parameters))
+        found = [_Values(tuple(value(leaf, name) for name in names), layers_axis(leaf)) for leaf, names in arrays]
+        return jax.tree.structure(trainable(parameters), is_leaf=is_named).unflatten(found)
+
+
+def check_match(key: str, match: str, names: Sequence[str]) -> None:
+    """Raise `KeyedError` if a pattern has none of the names."""
+    if not any(has_name(match, name) for name in names):
+        shown = ", ".join(names[:: max(1, len(names) // SHOWN)][:SHOWN])
+        reason = f", and no parameter has such a name. Some of the {len(names)} names: {shown}."
+        raise KeyedError(key, f"is {match!r}", reason)
+
+
+@dataclass(frozen=True)
+class _Values:
+    """A number for a parameter, or one for each of its layers."""
+
+    values: tuple[float, ...]
+    layers: str | None
+
+
+def _scaling(factors: Any) -> optax.GradientTransformation:
+    return optax.stateless(lambda updates, _: jax.tree.map(_times, factors, updates))
+
+
+def _is_masked(leaf) -> bool:
+    return isinstance(leaf, optax.MaskedNode)
+
+
+def _times(by: _Values, leaf):
+    """Multiply an array, if it is not masked."""
+    if _is_masked(leaf) or set(by.values) == {1.0}:
+        return leaf
+    if len(set(by.values)) == 1:
+        return jax.tree.map(lambda array: array * jnp.asarray(by.values[0], array.dtype), leaf)
+    assert by.layers is not None, "only rows along layers have several names"
+    return leaf * NamedArray(jnp.asarray(np.asarray(by.values), leaf.dtype), (by.layers,))
+
+
+def _added(update, addend):
+    return jax.tree.map(jnp.add, update, addend.rearrange(update.axes) if is_named(update) else addend)
+
+
+def global_norm(tree) -> jax.Array:
+    """Return the L2 norm over all elements of all arrays of a tree, summed in float32: a float32 scalar."""
+    squares = [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)]
+    return jnp.sqrt(sum(squares, start=jnp.zeros((), jnp.float32)))
+
+
+def clip_by_norm(limit: float, of_gradients: bool = True) -> optax.GradientTransformationExtraArgs:
+    """Scale updates by `limit / max(norm, limit)` (Pascanu et al., 1211.5063).
+
+    A caller that has the norm of the gradients already (to report it) passes `gradient_norm=` to `update`, so that it
+    is taken once.
+
+    - `of_gradients`: the updates are the gradients
+    """
+
+    def update(updates, state, params=None, *, gradient_norm=None, **_):
+        norm = gradient_norm if of_gradients and gradient_norm is not None else global_norm(updates)
+        factor = limit / jnp.maximum(norm, limit)
+        return jax.tree.map(lambda update: update * factor.astype(update.dtype), updates), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
+VOCAB = "vocab"
+
+
+class MatrixAxes(NamedTuple):
+    """The two sides of a matrix: names of axes (positions, for an array without names). All others are batch axes."""
+
+    inputs: tuple[str | int, ...]
+    outputs: tuple[str | int, ...]
+
+
+def matrix_axes(leaf: NamedArray | jax.Array) -> MatrixAxes | None:
+    """Return the sides of a parameter, or None if it is not a matrix: norm scales, biases, embeddings, output heads.
+
+    With names: `embed` is one side, all axes but `layers` are the other, and the side that comes first is the input:
+    `[layers, embed, mlp]` maps embed to mlp, `[layers, heads, head_size, embed]` maps (heads, head_size) to embed. Each
+    expert is a matrix: `[layers, experts, embed, mlp]` has a batch axis `experts`. In adapters `lora_rank` is that
+    side. An array with a `vocab` axis, and one without such a side (an attention bias `[layers, heads, head_size]`), is
+    not a matrix. Without names: an array with exactly two axes.
+    """
+    if not isinstance(leaf, NamedArray):
+        return MatrixAxes((0,), (1,)) if leaf.ndim == 2 else None
+    names = [name for name in leaf.axis_names if not is_layers(name) and name != EXPERTS]
+    side = LORA_RANK if LORA_RANK in names else EMBED
+    others = tuple(name for name in names if name != side)
+    if side not in names or not others or VOCAB in names:
+        return None
+    return MatrixAxes((side,), others) if names[0] == side else MatrixAxes(others, (side,))
+
+
+def decays(leaf: NamedArray | jax.Array) -> bool:
+    """Return whether weight decay applies to this parameter: matrices, embeddings and heads; not scales and biases."""
+    if matrix_axes(leaf) is not None:
+        return True
+    if not isinstance(leaf, NamedArray):
+        return leaf.ndim > 1
+    return {VOCAB, EMBED} <= set(leaf.axis_names)
+
+
+def map_parameters(function, parameters):
+    """Return a tree with `function(leaf)` for every parameter, named or plain; None for untrained leaves."""
+    return jax.tree.map(function, trainable(parameters), is_leaf=is_named)
 
 
 @dataclass(frozen=True)

@@ -7,21 +7,17 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 
 from gregale.data.build import NamedSource, build_store
-from gregale.data.examples import rows_of, validation_examples
+from gregale.data.examples import DocumentStream, rows_of, split_at, validation_examples
 from gregale.data.preparation import Corpus, notes_on, prepare, token_cache
-from gregale.data.sources import compression
+from gregale.data.sources import base
 from gregale.data.sources.base import FileSource
-from gregale.data.sources.csv import CsvSource, TsvSource
-from gregale.data.sources.jsonl import JsonLinesSource
-from gregale.data.sources.parquet import ParquetSource
-from gregale.data.sources.text import TextSource
-from gregale.data.split import split_at
-from gregale.data.stream import DocumentStream
+from gregale.data.sources.tables import ParquetSource
+from gregale.data.sources.text import CsvSource, JsonLinesSource, TextSource, TsvSource
 from gregale.data.tokenizer_training import naming
 from gregale.data.tokenizers import Tokenizer, load_tokenizer
 from gregale.distributed.signals import ended_by_signals
 from gregale.errors import UserError
-from gregale.evaluation.tasks.files import Task, read_tasks
+from gregale.evaluation.tasks import Task, read_tasks
 from gregale.programs.command import Command
 from gregale.programs.runtime import sliding_window
 from gregale.programs.runtime.checkpointed import mixtures_of, newer_masks, recorded
@@ -247,7 +243,7 @@ def other_text(trained: Trained, files: list[str], console: Console) -> Text:
 def source_of(files: list[str]) -> FileSource:
     """Return the source for these file name endings; raise `UserError` for files of several kinds."""
     paths = [PurePath(file) for file in files]
-    endings = [path.with_suffix("").suffix if path.suffix in compression.ENDINGS else path.suffix for path in paths]
+    endings = [path.with_suffix("").suffix if path.suffix in base.ENDINGS else path.suffix for path in paths]
     kinds = {KINDS.get(ending, TextSource) for ending in endings}
     if len(kinds) > 1:
         names = " and ".join(sorted(kind.get_choice_name(kind) for kind in kinds))

@@ -12,24 +12,20 @@ import ml_dtypes
 import numpy as np
 import yaml
 
-import gregale
-from gregale.axes.layout import Layout
-from gregale.axes.mesh import MeshConfig
+from gregale.axes.layout import Layout, MeshConfig
 from gregale.axes.parameters import parameter_count
 from gregale.checkpoint.multihost import by_first_process, messages_of_all
-from gregale.data.chat.encoding import ChatEncoder
-from gregale.data.progress import progress_bars, silent
+from gregale.data.chat.renderer import ChatEncoder
 from gregale.data.sources.base import expand
+from gregale.data.store import progress_bars, silent
 from gregale.data.tokenizers import Tokenizer, load_tokenizer
 from gregale.distributed.config import DistributedConfig
-from gregale.distributed.devices import start_devices
+from gregale.distributed.devices import release_memory, start_devices
 from gregale.distributed.liveness import monitor_peers
-from gregale.distributed.malloc_tuning import release_memory
 from gregale.distributed.signals import ended_by_signals
 from gregale.errors import UserError
-from gregale.huggingface.config import written_config
-from gregale.huggingface.exportable import exported_family
-from gregale.huggingface.families import Family
+from gregale.huggingface.config import exported_family, written_config
+from gregale.huggingface.families import Family, Slot, slots_of
 from gregale.huggingface.folder import (
     BESIDE,
     CONFIG,
@@ -42,9 +38,8 @@ from gregale.huggingface.folder import (
     write_json,
 )
 from gregale.huggingface.peft import ADAPTER_WEIGHTS, adapter_slots
-from gregale.huggingface.tensor_names import Slot, slots_of
 from gregale.huggingface.tokenizer import write_template, write_tokenizer
-from gregale.huggingface.writing import (
+from gregale.huggingface.weights import (
     Dtypes,
     Files,
     Writer,
@@ -54,7 +49,7 @@ from gregale.huggingface.writing import (
     slots_by_name,
     write_index,
 )
-from gregale.model.config import LlamaConfig
+from gregale.model.llama import LlamaConfig
 from gregale.programs.command import Command
 from gregale.programs.runtime.adapters import base_name, write_adapter_settings
 from gregale.programs.runtime.setup import Setup
@@ -65,6 +60,7 @@ from gregale.runs.process_agreement import process_terms
 from gregale.runs.run_directory import RunDirectory
 from gregale.settings import Settings, above, setting, shown, whole
 from gregale.streams import say
+from gregale.version import __version__
 
 T = TypeVar("T")
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
@@ -322,7 +318,7 @@ def model_card(exported: Exported, metrics: Figures) -> str:
     facts = {
         "architecture": f"{exported.family.architecture}, {parameter_count(exported.setup.base):,} parameters in "
         f"{exported.dtype}",
-        "trained by": f"Gregale {gregale.__version__}",
+        "trained by": f"Gregale {__version__}",
     }
     if config.start_from:
         facts["started from"] = config.start_from

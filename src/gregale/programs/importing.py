@@ -13,10 +13,11 @@ import numpy as np
 from gregale.axes.parameters import parameter_count
 from gregale.data.chat.template import given_template
 from gregale.data.config import DataConfig
-from gregale.data.progress import progress_bars
 from gregale.data.sources.base import expand
+from gregale.data.store import progress_bars
 from gregale.data.tokenizers import FileConfig, LibraryTokenizer, save_tokenizer
 from gregale.errors import UserError
+from gregale.huggingface.families import slots_of
 from gregale.huggingface.folder import (
     CONFIG,
     TOKENIZER,
@@ -28,14 +29,11 @@ from gregale.huggingface.folder import (
     write_json,
 )
 from gregale.huggingface.hub import model_folder, model_name
-from gregale.huggingface.mxfp4 import Packed
-from gregale.huggingface.safetensors import Tensor, plan_file
-from gregale.huggingface.tensor_names import slots_of
+from gregale.huggingface.safetensors import Packed, Tensor, plan_file
 from gregale.huggingface.tokenizer import end_of_document, rebuilt, rowless, tokenizer_of
 from gregale.huggingface.typed_json import TypedJson
-from gregale.huggingface.weights import check_finite, check_tied
-from gregale.huggingface.writing import write_index
-from gregale.model.compute_config import ComputeConfig
+from gregale.huggingface.weights import check_finite, check_tied, write_index
+from gregale.model.config import ComputeConfig
 from gregale.programs.command import Command
 from gregale.programs.runtime.setup import padded_vocabulary
 from gregale.runs.config import BatchConfig, TrainConfig

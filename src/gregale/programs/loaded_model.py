@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from functools import cached_property
 
-from gregale.data.stream import stream_of
+from gregale.data.examples import stream_of
 from gregale.data.tokenizers import load_tokenizer
 from gregale.errors import UserError
 from gregale.programs.evaluate import EvalOptions, measured

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from gregale.atomic_files import LockHeld, locked
 from gregale.data.sources.base import expand
-from gregale.distributed.parent_death import end_with_parent
+from gregale.distributed.devices import end_with_parent
 from gregale.errors import Busy, UserError
 from gregale.programs.command import Command
 from gregale.programs.report.page import report_page, write_page

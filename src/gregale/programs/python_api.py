@@ -10,7 +10,7 @@ import draccus
 import jax
 import numpy as np
 
-from gregale.axes.mesh import MeshConfig
+from gregale.axes.layout import MeshConfig
 from gregale.data.sources.base import expand
 from gregale.distributed.signals import process_goes_on
 from gregale.errors import Interrupted
@@ -22,7 +22,7 @@ from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load as read
 from gregale.runs.run_paths import RunPaths
 from gregale.runs.run_summary import last_entries
-from gregale.settings.config_schema import TYPE, choice_name, is_registry
+from gregale.settings.decoding import TYPE, choice_name, is_registry
 from gregale.storage import StoragePath, storage_path
 
 

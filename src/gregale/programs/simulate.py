@@ -10,9 +10,20 @@ from gregale.programs.command import Command
 from gregale.settings import Range, Settings, between, setting, whole
 from gregale.tables import print_table
 from gregale.terminal import Console
-from gregale.timeline.methods import METHODS, PAPER_METHODS, PAYLOADS, Cadence
-from gregale.timeline.model import PRESETS, Ring, Workload
-from gregale.timeline.simulate import GRID_GBIT_PER_SECOND, UTILISATIONS, Run, needed_bandwidths, run_method
+from gregale.timeline import (
+    GRID_GBIT_PER_SECOND,
+    METHODS,
+    PAPER_METHODS,
+    PAYLOADS,
+    PRESETS,
+    UTILISATIONS,
+    Cadence,
+    Ring,
+    Run,
+    Workload,
+    needed_bandwidths,
+    run_method,
+)
 
 MAX_STEPS = 1_000_000
 MAX_EVENTS = 10_000_000  # layers of all passes of all methods: a minute, and 2 GB

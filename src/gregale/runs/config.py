@@ -4,20 +4,18 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from gregale.axes.layout import Layout
+from gregale.axes.layout import Layout, MeshConfig
 from gregale.axes.mapping import MappingConfig
-from gregale.axes.mesh import MeshConfig
-from gregale.checkpoint.retention import CheckpointConfig, ExportConfig
-from gregale.codecs.config import ReduceConfig
-from gregale.communication.pipeline.config import PipelineConfig
+from gregale.checkpoint.store import CheckpointConfig, ExportConfig
+from gregale.codecs.codec import ReduceConfig
+from gregale.communication.pipeline import PipelineConfig
 from gregale.data.config import SOURCES, VALIDATION, DataConfig
 from gregale.distributed.config import AUTO, DistributedConfig
 from gregale.errors import KeyedError, UserError, below
 from gregale.methods.config import PsdpConfig, SyncConfig
-from gregale.methods.spikes import SpikesConfig
-from gregale.model.adapter_config import AdapterConfig
-from gregale.model.compute_config import ComputeConfig
-from gregale.model.config import SHAPE, LlamaConfig, ModelConfig
+from gregale.methods.method import SpikesConfig
+from gregale.model.config import SHAPE, AdapterConfig, ComputeConfig
+from gregale.model.llama import LlamaConfig, ModelConfig
 from gregale.objectives import NextTokenConfig, ObjectiveConfig
 from gregale.optim.config import AdamWConfig, Optimizer, OptimizerConfig
 from gregale.runs.islands import IslandsConfig
@@ -25,7 +23,7 @@ from gregale.runs.stages import Stage, number_after, stages_of
 from gregale.settings import Fixed, Settings, at_least, check_name, check_path, setting, shown, whole
 from gregale.storage import is_url, storage_path
 from gregale.tracking.callback import CallbackConfig
-from gregale.tracking.choices import TrackerConfig, check_each_once
+from gregale.tracking.trackers import TrackerConfig, check_each_once
 
 
 @dataclass(frozen=True)

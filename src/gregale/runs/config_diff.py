@@ -7,7 +7,7 @@ import draccus
 
 from gregale.formatting import format_setting
 from gregale.settings import Fixed
-from gregale.settings.config_schema import TYPE, choice_name, join
+from gregale.settings.decoding import TYPE, choice_name, join
 
 
 @dataclass(frozen=True)

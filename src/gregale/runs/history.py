@@ -18,7 +18,7 @@ from gregale.runs.parsing import read_yaml
 from gregale.runs.run_lock import is_being_trained
 from gregale.runs.run_paths import RunPaths
 from gregale.storage import ObjectPath, StoragePath, status
-from gregale.storage.jsonl_reader import Entry, damage, entry_of, read_entries
+from gregale.storage.jsonl import Entry, damage, entry_of, read_entries
 
 ROUNDS = "rounds.jsonl"
 LARGEST = 2.0**1000  # metrics must be smaller

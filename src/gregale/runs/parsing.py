@@ -14,8 +14,18 @@ import yaml
 from gregale.errors import UserError
 from gregale.runs import batch_ramp, plugins
 from gregale.settings import shortened, shown
-from gregale.settings.config_schema import TYPE, choice_name, is_list_at, is_registry, join, section_at
-from gregale.settings.decoding import COMMAND_LINE, KEYWORD, Decoder, Text
+from gregale.settings.decoding import (
+    COMMAND_LINE,
+    KEYWORD,
+    TYPE,
+    Decoder,
+    Text,
+    choice_name,
+    is_list_at,
+    is_registry,
+    join,
+    section_at,
+)
 from gregale.storage import StoragePath
 
 Config = TypeVar("Config")

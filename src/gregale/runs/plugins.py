@@ -17,7 +17,7 @@ from types import CodeType
 
 from gregale.errors import UserError, own_frame
 from gregale.settings import Settings, setting, shown
-from gregale.settings.suggestions import known_entries
+from gregale.settings.decoding import known_entries
 from gregale.storage import ObjectPath, StoragePath
 
 KEY = "plugins"

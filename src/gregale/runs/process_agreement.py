@@ -1,6 +1,6 @@
 """The settings and the text that all processes of a run must have in common.
 
-The processes compare settings before JAX joins them (`gregale.distributed.settings_check`). They compare the tokenized
+The processes compare settings before JAX joins them (`gregale.distributed.rendezvous`). They compare the tokenized
 text over JAX.
 """
 
@@ -14,13 +14,12 @@ import jax
 
 from gregale.checkpoint.multihost import messages_of_all
 from gregale.data.config import VALIDATION
-from gregale.data.parts import json_sha256
 from gregale.data.preparation import Corpus
-from gregale.distributed.agreement import difference, format_term, from_text, to_text
+from gregale.data.store import json_sha256
 from gregale.distributed.liveness import process_label
-from gregale.distributed.settings_check import RULE
+from gregale.distributed.rendezvous import RULE, difference, format_term, from_text, to_text
 from gregale.errors import UserError
-from gregale.evaluation.tasks.files import Task
+from gregale.evaluation.tasks import Task
 from gregale.runs.history import flat
 from gregale.runs.plugins import code_digests
 

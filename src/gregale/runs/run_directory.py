@@ -8,10 +8,9 @@ from datetime import UTC, datetime
 from itertools import count
 from typing import Any
 
-import gregale
-from gregale.checkpoint.manifest import MANIFEST, METADATA, root_of
-from gregale.checkpoint.retention import committed_steps, folder_name
-from gregale.codecs.config import ReduceConfig
+from gregale.checkpoint.files import MANIFEST, METADATA, root_of
+from gregale.checkpoint.store import committed_steps, folder_name
+from gregale.codecs.codec import ReduceConfig
 from gregale.errors import UserError
 from gregale.methods.config import SyncConfig
 from gregale.runs.config import TrainConfig
@@ -20,7 +19,8 @@ from gregale.runs.parsing import decoded, dump, load
 from gregale.runs.run_lock import LOCK
 from gregale.runs.run_paths import RunPaths, is_evaluation
 from gregale.storage import ObjectPath, RetryPolicy, StoragePath, StoreError, parallel_map, write_bytes
-from gregale.storage.jsonl_reader import Entries, read_entries
+from gregale.storage.jsonl import Entries, read_entries
+from gregale.version import __version__
 
 _SHORT_RETRIES = RetryPolicy(seconds=5.0, silence_seconds=5.0)
 
@@ -168,7 +168,7 @@ class RunDirectory(RunPaths):
     def _add(self, path: StoragePath, step: int, metadata: Mapping[str, Any]) -> None:
         """Append a line to a file, atomically."""
         time = datetime.now(UTC).isoformat(timespec="seconds")
-        entry = {"step": step, "time": time, "gregale": gregale.__version__, **metadata}
+        entry = {"step": step, "time": time, "gregale": __version__, **metadata}
         before = path.read_bytes() if path.is_file() else b""
         end = b"" if before.endswith(b"\n") or not before else b"\n"  # an editor may have removed it
         write_bytes(path, before + end + json.dumps(entry).encode() + b"\n")

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gregale.atomic_files import os_error_text
-from gregale.checkpoint.manifest import MANIFEST, METADATA, root_of
-from gregale.checkpoint.retention import committed_steps, folder_name
+from gregale.checkpoint.files import MANIFEST, METADATA, root_of
+from gregale.checkpoint.store import committed_steps, folder_name
 from gregale.errors import UserError
 from gregale.runs.history import LARGEST, flat
 from gregale.runs.parsing import read_yaml
 from gregale.runs.run_lock import is_being_trained
 from gregale.runs.run_paths import RunPaths, is_evaluation
 from gregale.storage import StoragePath, StoreError, files_below, names, parallel_map, read_range, status
-from gregale.storage.jsonl_reader import HIGHEST_STEP, Entry, entry_of, read_entries
+from gregale.storage.jsonl import HIGHEST_STEP, Entry, entry_of, read_entries
 
 _TAIL_BYTES = 1 << 18  # first read; more follows until the last step and the last evaluation are found
 _MAX_TAIL_BYTES = 1 << 24

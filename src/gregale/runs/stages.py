@@ -12,7 +12,7 @@ from gregale.runs.batch_ramp import FROM, STAGES
 from gregale.runs.config_diff import changes
 from gregale.runs.parsing import decoded
 from gregale.settings import in_steps, shown
-from gregale.settings.config_schema import TYPE, choice_name, join
+from gregale.settings.decoding import TYPE, choice_name, join
 
 # Keys of the whole run, and of a process when it starts.
 OF_A_RUN = ("name", "runs", "steps", STAGES, "start_from", "islands")

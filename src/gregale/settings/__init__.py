@@ -13,7 +13,7 @@
 - `fixed`: a `Fixed`, if a run that resumes from a checkpoint may not change the value
 
 A class that derives from `Settings` checks ranges and choices in its constructor, for YAML and Python alike. Help, docs
-and error messages read the same metadata (`gregale.settings.config_schema`).
+and error messages read the same metadata (`gregale.settings.decoding`).
 """
 
 import math

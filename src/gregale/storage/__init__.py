@@ -14,12 +14,18 @@ request that the store rejects, or that still fails after the retries, raises `S
 Worker processes import this package, so it imports only the standard library until the first request.
 """
 
-from gregale.storage.paths import (
+from gregale.storage.stores import (
+    EXTRAS,
+    ObjectPath,
+    RetryPolicy,
+    Status,
     StoragePath,
+    StoreError,
     create,
     files_below,
     is_url,
     names,
+    parallel_map,
     read_range,
     remove_tree,
     status,
@@ -27,5 +33,3 @@ from gregale.storage.paths import (
     upload,
     write_bytes,
 )
-from gregale.storage.remote import ObjectPath, Status, parallel_map
-from gregale.storage.stores import EXTRAS, RetryPolicy, StoreError

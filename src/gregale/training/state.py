@@ -1,6 +1,7 @@
-"""The training state and the counted step."""
+"""The state of training, and the guarded step that updates it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -8,10 +9,9 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gregale.axes.layout import Tree, with_shardings
-from gregale.methods.method import Method, StepMetrics
-from gregale.methods.spikes import SpikeWindow
-from gregale.model.compute_config import CompilerOptions
-from gregale.training.compiler_options import fast_compile_options
+from gregale.methods.method import Method, SpikeWindow, StepMetrics
+from gregale.model.config import CompilerOptions
+from gregale.training.compiler import fast_compile_options
 
 Leaf = Any
 """An array; in an abstract state its shape, in a tree of shardings its sharding; None for an omitted part."""
@@ -43,7 +43,7 @@ def initial_state(
 ) -> TrainState:
     """Return the sharded state before the first step; `make_model` is traced, so each weight is created in shards.
 
-    - `options`: compiler options, see `gregale.training.compiler_options`
+    - `options`: compiler options, see `gregale.training.compiler`
     - `given`: sharded arguments of `make_model`, which are donated
     """
 
@@ -102,3 +102,51 @@ def abstract_state(method: Method, model: Tree) -> TrainState:
     state = jax.eval_shape(lambda: new_train_state(method, method.init(model), 0))
     state = state._replace(frozen=method.frozen(model))
     return with_shardings(state, state_shardings(method, state))
+
+
+class Stepper:
+    """Runs the steps of a method with the method's actions; compiles each program at its first use.
+
+    There is one program for each kind of step: fragments of equal size share a program.
+
+    - `method`: the method
+    - `model`: its model, abstract or not
+    - `options`: compiler options, see `gregale.training.compiler`
+    """
+
+    def __init__(self, method: Method, model: Tree, options: CompilerOptions | None = None):
+        self._method = method
+        shardings = state_shardings(method, abstract_state(method, model))
+        compiled = partial(jax.jit, donate_argnums=0, out_shardings=(shardings, None), compiler_options=options)
+        self.program = compiled(partial(counted_step, method))
+        self.synchronise = compiled(self._after)
+
+    def __call__(self, state: TrainState, batch: Tree, step: int) -> tuple[TrainState, StepReport]:
+        """Run step number `step` (from 1); `state` is donated."""
+        actions = self._method.actions(step)
+        state, report = self.program(state, batch, *actions.during)
+        if actions.after is not None:
+            state, outer = self.synchronise(state, actions.after)
+            report = report._replace(metrics=report.metrics._replace(outer=outer))
+        return state, report
+
+    def compilations(self, state: TrainState, batch: Tree, steps: Sequence[int]) -> Iterator[Callable[[], Any]]:
+        """Yield functions that compile the programs of some steps, which later calls with such arrays use.
+
+        - `state`, `batch`: `jax.ShapeDtypeStruct`s with the shardings of the arrays
+        """
+        found = set()
+        for step in steps:
+            actions = self._method.actions(step)
+            calls = [(self.program, (batch, *actions.during))]
+            calls += [] if actions.after is None else [(self.synchronise, (actions.after,))]
+            for program, arguments in calls:
+                leaves, structure = jax.tree.flatten(arguments)
+                key = program, structure, *map(jax.typeof, leaves)
+                if key not in found:
+                    found.add(key)
+                    yield lambda program=program, arguments=arguments: program.lower(state, *arguments).compile()
+
+    def _after(self, state: TrainState, after: Any) -> tuple[TrainState, Any]:
+        updated, outer = self._method.synchronise(state.method, after)
+        return state._replace(method=updated), outer

@@ -1,9 +1,11 @@
-"""An HTML page in one file: styles, scripts, data, markup, and a security policy that blocks everything else."""
+"""One HTML document without outside parts: its markup, style and charts."""
 
 import base64
 import hashlib
+import html
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
@@ -14,8 +16,198 @@ from typing import Any
 import numpy as np
 
 from gregale.errors import UserError
-from gregale.web.charts import Chart, Spans, _points
-from gregale.web.markup import Html, element, joined
+
+COLOURS = 10
+DIGITS = 6
+
+
+def colour_of(index: int) -> int:
+    """Return the number of a colour; the colours repeat after the last one."""
+    return index % COLOURS
+
+
+@dataclass(frozen=True, eq=False)
+class Series:
+    """A line.
+
+    - `x`, `y`: [point]; x ascends; NaN where there is no number
+    - `means`: x and y of the same line in fewer points, each a mean, as input of smoothing; None: use all points
+    - `run`: index of the run on the page whose steps are in `x`; None: `x` has the values of the axis
+    """
+
+    label: str
+    x: np.ndarray
+    y: np.ndarray
+    means: tuple[np.ndarray, np.ndarray] | None = None
+    run: int | None = None
+    colour: int = 0
+    dashed: bool = False
+    dots: bool = False
+    stairs: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        flags = {name: 1 for name in ("dashed", "dots", "stairs") if getattr(self, name)}
+        means = {} if self.means is None else {"means": _points(*self.means)}
+        run = {} if self.run is None else {"run": self.run}
+        return {"label": self.label, "colour": self.colour, **run, **flags, **_points(self.x, self.y), **means}
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Lines over an axis."""
+
+    key: str
+    title: str
+    series: Sequence[Series]
+    unit: str = ""  # unit of y: "", "bytes", "seconds", "share" (shown in percent)
+    axis: tuple[str, str] | None = None  # name and unit of x; None: the axis of the page, which the reader chooses
+    help: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        axis = {} if self.axis is None else {"axis": {"label": self.axis[0], "unit": self.axis[1]}}
+        return {"kind": "lines", "unit": self.unit, **axis, "series": [each.to_json() for each in self.series]}
+
+
+@dataclass(frozen=True)
+class Span:
+    begin: float
+    end: float
+    kind: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Row:
+    label: str
+    spans: Sequence[Span]
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Rows of spans over an axis."""
+
+    key: str
+    title: str
+    rows: Sequence[Row]
+    kinds: Sequence[str]  # names of the kinds; later kinds are drawn over earlier ones
+    axis: tuple[str, str] = ("Seconds", "seconds")
+    help: str = ""
+    thin: Sequence[int] = ()  # numbers of the kinds that are thinner than a row
+
+    def to_json(self) -> dict[str, Any]:
+        rows = [
+            {"label": row.label, "spans": [[_x(each.begin), _x(each.end), each.kind, each.text] for each in row.spans]}
+            for row in self.rows
+        ]
+        return {
+            "kind": "spans",
+            "axis": {"label": self.axis[0], "unit": self.axis[1]},
+            "kinds": list(self.kinds),
+            "thin": list(self.thin),
+            "rows": rows,
+        }
+
+
+Chart = Lines | Spans
+
+
+def _points(x: np.ndarray, y: np.ndarray) -> dict[str, list]:
+    """Encode integer x as differences, which are shorter, and y with six digits."""
+    y_json = [_number(value) for value in y.tolist()]
+    if x.dtype.kind in "iu":
+        return {"dx": np.diff(x, prepend=0).tolist(), "y": y_json}
+    return {"x": [_x(value) for value in x.tolist()], "y": y_json}
+
+
+def _number(value: float) -> float | int | None:
+    if value is None or not math.isfinite(value):
+        return None
+    short = float(f"{value:.{DIGITS}g}")
+    return int(short) if short == int(short) else short
+
+
+def _x(value: float) -> float | int:
+    short = round(float(value), 6)
+    return int(short) if short == int(short) else short
+
+
+class Html(str):
+    """Markup that is not escaped inside an element."""
+
+    __slots__ = ()
+
+
+def element(tag: str, *children: object, **attributes: object) -> Html:
+    """Return `<tag attributes>children</tag>`; `class_` is `class`, `_` in other names is `-`, None is omitted."""
+    named = (
+        (name.removesuffix("_").replace("_", "-"), value) for name, value in attributes.items() if value is not None
+    )
+    inside = "".join(f' {name}="{html.escape(_printable(value))}"' for name, value in named)
+    return Html(f"<{tag}{inside}>{joined(children)}</{tag}>")
+
+
+def joined(children: Iterable[object]) -> Html:
+    """Concatenate the children; skip None."""
+    return Html(
+        "".join(
+            child if isinstance(child, Html) else html.escape(_printable(child))
+            for child in children
+            if child is not None
+        )
+    )
+
+
+def section(title: str, *children: object) -> Html | None:
+    """Return a part of the page with a heading; None if there are no children but None."""
+    known = [child for child in children if child is not None]
+    return element("section", element("h2", title), *known) if known else None
+
+
+def folded(title: object, *children: object, opened: bool = False) -> Html:
+    """Return a part that a click on its title shows; it is always printed."""
+    opening = Html(" open") if opened else ""
+    return Html(f"<details{opening}>{element('summary', title)}{joined(children)}</details>")
+
+
+def table(
+    headings: Sequence[object], rows: Sequence[Sequence[object]], kinds: str | None = None, label: str | None = None
+) -> Html:
+    """Return a table, which scrolls by itself if it is too wide for the page.
+
+    - `kinds`: `numbers` if all columns except the first are numbers; `runs` if the rows are runs, to sort and filter
+    """
+    head = element("tr", *(element("th", heading, scope="col") for heading in headings))
+    body = (
+        element("tr", element("th", row[0], scope="row"), *(element("td", cell) for cell in row[1:])) for row in rows
+    )
+    inside = element("table", element("thead", head), element("tbody", *body), class_=kinds)
+    return element("div", inside, class_="wide", tabindex=0, role="region", aria_label=label or "table")
+
+
+def cards(entries: Iterable[tuple[str, object]]) -> Html:
+    """Return a list of prominent values, each with its name."""
+    return element(
+        "dl", *(element("div", element("dt", name), element("dd", value)) for name, value in entries), class_="cards"
+    )
+
+
+def notice(*texts: str) -> Html | None:
+    """Return a list of notices; None if there are no texts."""
+    return element("ul", *(element("li", text) for text in texts), class_="notice", role="status") if texts else None
+
+
+def swatch(colour: int) -> Html:
+    """Return a dot in the colour of a chart's line."""
+    return Html(f'<span class="swatch c{colour}" aria-hidden="true"></span>')
+
+
+def _printable(value: object) -> str:
+    """Replace control characters and surrogates, which are invalid in UTF-8 files and browsers."""
+    return "".join(
+        each if each in "\n\t" or (each.isprintable() or each == "\u00a0") else "\N{REPLACEMENT CHARACTER}"
+        for each in str(value)
+    )
+
 
 # Two files of the package `youplot`, whose code does not run: dist/uPlot.iife.min.js and dist/uPlot.min.css of this
 # release of uPlot, with their SHA-256.

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gregale.communication.pipeline.loop import (
+from gregale.communication.pipeline import (
     Loop,
+    Schedule,
     advanced,
     advanced_transpose,
     finished,
@@ -17,7 +18,6 @@ from gregale.communication.pipeline.loop import (
     started,
     unfinished,
 )
-from gregale.communication.pipeline.schedule import Schedule
 
 TABLE = [(3, 6, 2, 2), (3, 9, 3, 1), (4, 8, 1, 2)]  # with waiting outputs, or held ones, or neither
 

@@ -4,7 +4,7 @@ from collections import deque
 
 import pytest
 
-from gregale.communication.pipeline.schedule import Item, Schedule
+from gregale.communication.pipeline import Item, Schedule
 from gregale.errors import UserError
 
 # (S, M, R, F)

@@ -11,8 +11,7 @@ from haliax import Axis, NamedArray
 from jax.ad_checkpoint import checkpoint_name
 
 from gregale.axes.layout import BATCH, LAYERS
-from gregale.communication.pipeline.schedule import Schedule
-from gregale.communication.pipeline.stack import Pipeline, pipelined
+from gregale.communication.pipeline import Pipeline, Schedule, pipelined
 from gregale.errors import UserError
 from tests.mesh.support import layout_of, placed
 

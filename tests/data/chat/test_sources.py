@@ -10,8 +10,8 @@ import pytest
 from gregale.checkpoint.store import Restored
 from gregale.data.build import MASKS
 from gregale.data.config import DataConfig
-from gregale.data.examples import Windows
-from gregale.data.packing import PackedRows, Packing
+from gregale.data.examples import PackedRows, Packing, Windows
+from gregale.data.mixtures import MixtureStage
 from gregale.data.preparation import prepare
 from gregale.data.sources import (
     ChatCsvSource,
@@ -20,7 +20,6 @@ from gregale.data.sources import (
     ChatSource,
     JsonLinesSource,
 )
-from gregale.data.staged import MixtureStage
 from gregale.data.tokenizers import BpeConfig, BytesTokenizer, from_json
 from gregale.errors import KeyedError, UserError
 from gregale.evaluation.bigram import bigram_bits_per_byte

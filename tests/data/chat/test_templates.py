@@ -12,8 +12,7 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from gregale.data.chat import rendering
-from gregale.data.chat.encoding import ChatEncoder, Encoded
-from gregale.data.chat.renderer import Limits, NotRendered, Renderer
+from gregale.data.chat.renderer import ChatEncoder, Encoded, Limits, NotRendered, Renderer
 from gregale.data.chat.template import ChatTemplate
 from gregale.data.sources import ChatSource
 from gregale.data.tokenizers import LibraryTokenizer

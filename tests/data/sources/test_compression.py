@@ -9,7 +9,8 @@ import os
 import pytest
 import zstandard
 
-from gregale.data.sources import CsvSource, JsonLinesSource, Skipped, TextSource, compression, jsonl, text
+from gregale.data.sources import CsvSource, JsonLinesSource, Skipped, TextSource, base, text
+from gregale.data.sources import text as jsonl
 from gregale.errors import UserError
 
 PACK = {
@@ -38,7 +39,7 @@ def made(tmp_path):
 
 @pytest.mark.parametrize("pack", PACK.values(), ids=PACK)
 def test_compressed_files_are_recognised_by_their_first_bytes_in_every_format(made, contents, monkeypatch, pack):
-    for module, name, value in ((jsonl, "PART_BYTES", 999), (text, "PART_BYTES", 999), (compression, "READ_BYTES", 64)):
+    for module, name, value in ((jsonl, "PART_BYTES", 999), (text, "PART_BYTES", 999), (base, "READ_BYTES", 64)):
         monkeypatch.setattr(module, name, value)
     for data, source in (
         (LINES, {"kind": JsonLinesSource}),

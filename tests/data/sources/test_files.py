@@ -9,8 +9,9 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from gregale.data.sources import JsonLinesSource, ParquetSource, TextSource, TokensSource, jsonl, text, tokens
-from gregale.data.sources.files import files_of
+from gregale.data.sources import JsonLinesSource, ParquetSource, TextSource, TokensSource, tables, text
+from gregale.data.sources import text as jsonl
+from gregale.data.sources.base import files_of
 from gregale.errors import UserError
 
 NAMES = ["a.txt", "b.txt", "a/a.txt", "a/b.txt", "a/x.md", "a/deep/b.txt", "c[1].txt"]
@@ -54,8 +55,8 @@ def formats(tmp_path):
 def test_every_format_reads_alike_from_a_store(formats, tmp_path, s3, contents, monkeypatch):
     monkeypatch.setattr(text, "PART_BYTES", 100)
     monkeypatch.setattr(jsonl, "PART_BYTES", 100)
-    monkeypatch.setattr(tokens, "PART_TOKENS", 100)
-    monkeypatch.setattr(tokens, "READ_TOKENS", 150)
+    monkeypatch.setattr(tables, "PART_TOKENS", 100)
+    monkeypatch.setattr(tables, "READ_TOKENS", 150)
     for name, source in formats.items():
         (s3 / name).write_bytes((tmp_path / name).read_bytes())
         near, far = source(str(tmp_path / name)), source(str(s3 / name))

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from gregale.data.sources import TextSource
-from gregale.data.sources.files import each_once, matches
+from gregale.data.sources.base import each_once, matches
 
 FILES = ("a.txt", "b.md", "c/d.txt", "c/e/f.txt", "c/.hidden.txt", ".git/x.txt", "g[1]/h.txt", "c/e/c/i.txt")
 PATTERNS = ("**/*.txt", "**", "**/", "*", "c/**/c/*.txt", "**/c/**/*.txt", "**/.git/*", "g[[]1]/**", "c//**//*.txt",

@@ -8,7 +8,8 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gregale.data.sources import JsonLinesSource, Skipped, SourceRange, jsonl
+from gregale.data.sources import JsonLinesSource, Skipped, SourceRange
+from gregale.data.sources import text as jsonl
 from gregale.errors import UserError
 
 TEXTS = ["one", "zwei ü", "drei\nlines", ""]

@@ -7,8 +7,7 @@ import pytest
 
 from gregale.data.tokenizer_training import train_bpe
 from gregale.data.tokenizers import BpeConfig, BytesTokenizer, LibraryTokenizer, Tokenizer
-from gregale.evaluation.tasks.continuations import Continuation, encoded, filled
-from gregale.evaluation.tasks.kinds import Pair
+from gregale.evaluation.tasks import Continuation, Pair, encoded, filled
 
 END = BytesTokenizer.end_of_document
 

@@ -6,8 +6,7 @@ import re
 import pytest
 
 from gregale.errors import UserError
-from gregale.evaluation.tasks.files import read_tasks
-from gregale.evaluation.tasks.kinds import Pair
+from gregale.evaluation.tasks import Pair, read_tasks
 
 QUESTION = {"context": "Two and three is", "choices": ["four", "five"], "answer": 1}
 

@@ -5,8 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from gregale.evaluation.tasks.files import Task
-from gregale.evaluation.tasks.kinds import Form, Pair, Question, Score
+from gregale.evaluation.tasks import Form, Pair, Question, Score, Task
 
 
 def metrics(kind: str, *scored: tuple[list[float], int, list[int]], greedy: tuple[bool, ...] = ()) -> dict[str, float]:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from gregale.errors import UserError
-from gregale.evaluation.tasks.files import read_tasks
+from gregale.evaluation.tasks import read_tasks
 
 SWAG = {
     "ind": 4,

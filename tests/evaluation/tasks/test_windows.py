@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from gregale.data.stream import DocumentStream
-from gregale.data.text_bytes import NONE, Corrections
+from gregale.data.examples import DocumentStream
+from gregale.data.tokenizers import NONE, Corrections
 from gregale.programs.runtime.sliding_window import SlidingWindows
 
 END, START = 256, 300

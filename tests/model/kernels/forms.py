@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gregale.model.kernels.kernels import Kernels
-from gregale.model.kernels.reference import PLAIN
+from gregale.model.kernels.operations import PLAIN, Kernels
 
 FLOAT32_TOLERANCE = 1e-5  # of an array's largest value
 # An array's rounding to bfloat16 alone, of its norm; a rule may be so much further off than the plain form by chance.

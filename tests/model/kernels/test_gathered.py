@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 from gregale.axes.layout import BATCH, POSITION
-from gregale.axes.position_order import chunks_reached, position_order
-from gregale.model.kernels.blocked import Blocks
-from gregale.model.kernels.gathered import Gathered
-from gregale.model.kernels.reference import PLAIN
+from gregale.axes.parameters import chunks_reached, position_order
+from gregale.model.kernels.blocked import Blocks, Gathered
+from gregale.model.kernels.operations import PLAIN
 from tests.mesh.support import layout_of
 
 LENGTH, DEVICES = 64, 4  # chunks of 8, in two blocks

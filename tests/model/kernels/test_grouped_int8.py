@@ -11,11 +11,10 @@ from haliax import Axis, NamedArray
 from jax.experimental import pallas as pl
 
 from gregale.model.experts import MATRICES
-from gregale.model.kernels.grouped import GroupedProducts
+from gregale.model.kernels.grouped import GroupedMlp, GroupedProducts
 from gregale.model.kernels.grouped_int8 import BLOCKED_INT8, integers_of
-from gregale.model.kernels.grouped_mlp import GroupedMlp
 from gregale.model.kernels.quantised import INT8, Quantised, quantised_product
-from gregale.model.kernels.tpu.grouped_int8 import int8_product
+from gregale.model.kernels.tpu.grouped_products import int8_product
 from tests.mesh.support import layout_of
 
 SIZES = [5, 0, 130, 1, 0, 40]  # of 190 rows

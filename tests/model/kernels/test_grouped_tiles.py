@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 
 from gregale.model.kernels.tpu.grouped import ROWS, tiles
-from gregale.model.kernels.tpu.visits import sum_of_turned
+from gregale.model.kernels.tpu.grouped_products import sum_of_turned
 
 SIZES = np.array([100, 0, 27, 129], np.int32)  # an empty group, and groups that share blocks of rows
 

@@ -16,9 +16,8 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from gregale.axes.gather import gathered
-from gregale.model.kernels.quantised import FORMATS, INT8, Quantised, in_eight_bits, quantised_product
-from gregale.model.kernels.quantised_mlp import quantised_mlp
-from gregale.model.kernels.tpu import eight_bits
+from gregale.model.kernels.quantised import FORMATS, INT8, Quantised, in_eight_bits, quantised_mlp, quantised_product
+from gregale.model.kernels.tpu import products
 from gregale.model.kernels.tpu.kernels import SWIGLU
 from tests.audit.steps import lowered_step, small_setup
 from tests.mesh.support import layout_of
@@ -75,7 +74,7 @@ def rewritten(name: str, x, weight, gradient, rows: list[np.ndarray], inputs: li
 @pytest.fixture
 def interpreted(monkeypatch):
     """Runs the kernels for TPU on the CPU."""
-    monkeypatch.setattr(eight_bits.pl, "pallas_call", partial(pl.pallas_call, interpret=True))
+    monkeypatch.setattr(products.pl, "pallas_call", partial(pl.pallas_call, interpret=True))
 
 
 QUERY = (Embed,), (Heads, HeadSize)
@@ -208,7 +207,7 @@ def test_weights_that_are_gathered_once_a_step_are_quantised_after_that():
 def test_kernels_read_heads_apart_if_those_of_one_fit_vector_memory():
     def matrix(rows: int, width: int) -> tuple[int, ...]:
         x = jax.ShapeDtypeStruct((4, rows, 4, width), jnp.bfloat16)
-        return jax.eval_shape(lambda x: eight_bits.heads_first(x, [4, rows], [4, width]), x).shape
+        return jax.eval_shape(lambda x: products.heads_first(x, [4, rows], [4, width]), x).shape
 
     assert matrix(8192, 128) == (4, 4, 8192, 128)
     assert matrix(8192, 256) == (1, 1, 4 * 8192, 4 * 256)

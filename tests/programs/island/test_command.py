@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gregale.distributed.signing import canonical
+from gregale.distributed.rendezvous import canonical
 from gregale.errors import UserError
 from gregale.islands.protocol.headers import seed
 from gregale.methods.schedule import Schedule

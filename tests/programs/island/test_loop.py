@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from gregale.checkpoint.finite import not_finite
+from gregale.checkpoint.files import not_finite
 from gregale.checkpoint.store import Checkpoints
-from gregale.distributed.hang_detector import Phase, Progress, ThreadProgress
+from gregale.distributed.liveness import Phase, Progress, ThreadProgress
 from gregale.distributed.signals import StopRequest
 from gregale.islands.host_worker import OuterSnapshot
 from gregale.islands.protocol.headers import seed
@@ -30,8 +30,7 @@ from gregale.programs.train.resume import Start
 from gregale.programs.train.step_log import Observers
 from gregale.runs.history import ROUNDS
 from gregale.storage import StoreError, write_bytes
-from gregale.storage.jsonl_reader import read_entries
-from gregale.storage.jsonl_writer import ResumePoint, lines_at
+from gregale.storage.jsonl import ResumePoint, lines_at, read_entries
 from gregale.tracking.callback import Callbacks, Pause
 from gregale.training.state import StepReport
 from tests.mesh.support import layout_of

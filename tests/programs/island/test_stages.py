@@ -7,14 +7,15 @@ import jax
 import numpy as np
 import pytest
 
-from gregale.axes.mesh import make_mesh
+from gregale.axes.layout import make_mesh
 from gregale.errors import UserError
 from gregale.islands.stages import stage_rounds
 from gregale.methods.island import Island
 from gregale.methods.island_outer import HostOuter
 from gregale.programs.island.stages import compile_programs, moved
 from gregale.programs.plan.shapes import abstract_batch
-from gregale.programs.runtime.setup import Setup, set_up
+from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.setup import Setup
 from gregale.programs.train.stages import PreparedStage
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load

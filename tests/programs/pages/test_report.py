@@ -19,8 +19,7 @@ from gregale.programs.watch.web import LivePage, Server
 from gregale.runs.history import Column, Figures, History, read_history
 from gregale.runs.run_lock import training
 from gregale.runs.run_paths import RunPaths
-from gregale.web.charts import Lines, Series
-from gregale.web.document import Page
+from gregale.web.document import Lines, Page, Series
 from tests.programs.pages.browser import CONTRAST, PHONE, Browser, box, check_looks, drawn, figure_of, found, legend
 from tests.programs.pages.made_up import STREAMING, figures, write_metrics, write_rounds, write_run
 from tests.runs.runs import write_starts

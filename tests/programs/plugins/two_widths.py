@@ -7,9 +7,8 @@ import haliax as hax
 import jax.numpy as jnp
 
 from gregale.axes.parameters import Buffer
-from gregale.model.base import SHAPE, ModelConfig
-from gregale.model.config import LlamaConfig
-from gregale.model.llama import Llama
+from gregale.model.config import SHAPE, ModelConfig
+from gregale.model.llama import Llama, LlamaConfig
 from gregale.model.losses import Losses
 from gregale.settings import setting, whole
 

@@ -8,12 +8,12 @@ from unittest.mock import Mock
 
 import pytest
 
-from gregale.data.chat.encoding import ChatEncoder
+from gregale.data.chat.renderer import ChatEncoder
 from gregale.data.chat.template import built_in
 from gregale.data.sources.chat import ChatSource
 from gregale.data.tokenizers import BytesTokenizer
 from gregale.errors import UserError
-from gregale.evaluation.tasks.files import read_tasks
+from gregale.evaluation.tasks import read_tasks
 from gregale.inference.generate import filled
 from gregale.programs.runtime.tasks import asked_in
 from gregale.programs.sample.chat import Dialogue, chat_prompts, converse, lines_of_user

@@ -8,7 +8,7 @@ import pytest
 
 from gregale.cli import main
 from gregale.data.tokenizers import BytesTokenizer
-from gregale.inference.token_sampling import Sampling
+from gregale.inference.generate import Sampling
 from gregale.programs import evaluate
 from gregale.programs.sample import command
 from gregale.programs.sample.sampler import Sampler

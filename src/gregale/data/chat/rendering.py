@@ -30,17 +30,22 @@ from gregale.data.chat.messages import (
     OPEN,
     OWN,
     PLACES,
+    AssistantTurns,
     Marked,
     Messages,
+    NotCertain,
+    Part,
+    Spans,
     chosen,
+    common,
     in_parts,
     is_text,
     plain,
     read_marks,
+    symbols_of,
     tojson,
     with_marks,
 )
-from gregale.data.chat.turns import AssistantTurns, NotCertain, Part, Spans, common, symbols_of
 
 ROLES = (  # that a template may have without naming them, if it writes roles as they are
     *("user", "assistant", "system", "developer", "tool", "function", "observation", "ipython", "environment"),

@@ -5,8 +5,7 @@ from collections.abc import Container
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gregale.data.sources.base import expand
-from gregale.data.sources.files import read_bytes
+from gregale.data.sources.base import expand, read_bytes
 from gregale.errors import UserError
 from gregale.storage import StoragePath
 

@@ -2,9 +2,5 @@
 
 from gregale.data.sources.base import Document, Skipped, SourceConfig, SourceRange
 from gregale.data.sources.chat import ChatCsvSource, ChatHuggingFaceSource, ChatParquetSource, ChatSource
-from gregale.data.sources.csv import CsvSource, TsvSource
-from gregale.data.sources.huggingface import HuggingFaceSource
-from gregale.data.sources.jsonl import JsonLinesSource
-from gregale.data.sources.parquet import ParquetSource
-from gregale.data.sources.text import TextSource
-from gregale.data.sources.tokens import TokensSource
+from gregale.data.sources.tables import HuggingFaceSource, ParquetSource, TokensSource
+from gregale.data.sources.text import CsvSource, JsonLinesSource, TextSource, TsvSource

@@ -1,27 +1,196 @@
-"""The common base of all document sources: ranges that can be read in parallel, in a fixed order."""
+"""The choice of a source by `type`, and the files that sources read, plain or compressed, by ranges.
+
+The first bytes of a file tell its compression, whatever its name.
+"""
 
 import dataclasses
 import fnmatch
 import glob
 import hashlib
+import io
+import math
 import os
 import re
+import stat
 import sys
 import sysconfig
+import zlib
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, BinaryIO, ClassVar, cast
 
 import draccus
 import numpy as np
 
 from gregale.data.chat.conversation import Conversation, Pair
-from gregale.data.sources.files import WILD, each_once, files_of
-from gregale.errors import KeyedError, UserError
+from gregale.errors import KeyedError, UserError, install_hint
 from gregale.settings import Fixed, Settings, at_least, setting
-from gregale.storage import Status, is_url, names, status, storage_path
+from gregale.storage import ObjectPath, Status, files_below, is_url, names, status, storage_path
+
+BUFFER_BYTES = 1 << 20
+WILD = re.compile(r"[*?[]")
+
+Folder = tuple[int, int]
+"""What tells a folder from others: its device and its inode."""
+
+
+def matches(pattern: str, root: str = "") -> Iterator[str]:
+    """Yield the matches, as `glob.glob(pattern, root_dir=root, recursive=True)` does, in no particular order.
+
+    `**` does not follow a link into a folder that contains the link. Folders that match `**` itself are left out.
+    """
+    parts = pattern.split("/")
+    if "**" not in parts:
+        yield from glob.glob(pattern, root_dir=root)
+        return
+    at = parts.index("**")
+    before, after = "/".join(parts[:at]), "/".join(parts[at + 1 :]).lstrip("/")
+    if at + 1 < len(parts) and not after:  # `**/` matches only folders
+        return
+    if at > 0:
+        before = before or "/"
+    for base in glob.glob(before, root_dir=root) if before else [""]:
+        for folder in _folders(os.path.join(root, base)):
+            name = os.path.join(base, folder)
+            for found in matches(after or "*", os.path.join(root, name)):
+                yield os.path.join(name, found)
+
+
+def each_once(paths: Iterable[str]) -> list[str]:
+    """Return the paths in order, without further names of the same file.
+
+    Of several names for one file, keep one without links if possible, with the fewest folders; of equal ones the first.
+    """
+    names: dict[object, list[str]] = {}
+    for path in paths:
+        names.setdefault(_identity(path), []).append(path)
+
+    def detour(path: str) -> tuple[bool, int]:
+        return os.path.realpath(path) != os.path.abspath(path), path.count("/")
+
+    kept = {min(each, key=detour) if len(each) > 1 else each[0] for each in names.values()}
+    return [path for each in names.values() for path in each if path in kept]
+
+
+def _folders(base: str, below: str = "", inside: frozenset[Folder] = frozenset()) -> Iterator[str]:
+    """Yield a folder and its subfolders, by their paths from the base, without hidden ones."""
+    here = os.path.join(base, below)
+    try:
+        found = os.stat(here or ".")
+        with os.scandir(here or ".") as entries:
+            names = [entry.name for entry in entries if not entry.name.startswith(".")]
+    except OSError:  # not a folder, or listing is not permitted
+        return
+    if (identity := (found.st_dev, found.st_ino)) in inside:
+        return
+    yield below
+    for name in names:
+        if os.path.isdir(os.path.join(here, name)):
+            yield from _folders(base, os.path.join(below, name), inside | {identity})
+
+
+def _identity(path: str) -> object:
+    """Return what is equal for two names of one file; some file systems invent inodes, so not the inode alone."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return path
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def files_of(pattern: str) -> dict[str, Status]:
+    """Return the files that match a glob pattern, by name."""
+    if not is_url(pattern):
+        paths = sorted(matches(pattern))
+        found = {path: status(storage_path(path)) for path in paths}
+        return {path: each for path, each in found.items() if each is not None}
+    if not WILD.search(pattern):
+        exact = storage_path(pattern)
+        alone = status(exact)
+        return {str(exact): alone} if alone is not None else {}
+    folder = storage_path(pattern[: WILD.search(pattern).start()].rpartition("/")[0])  # type: ignore[union-attr]
+    wanted = re.compile(regular(str(storage_path(pattern))))
+    named = {f"{folder}/{name}": each for name, each in files_below(folder).items()}
+    return {name: named[name] for name in sorted(named) if wanted.fullmatch(name)}
+
+
+def regular(pattern: str) -> str:
+    """Return a glob pattern as a regular expression: `**/` is any folders, `*` and `?` stay in one, `[ab]` chooses."""
+    tokens = re.split(r"(\*\*/|\*\*|\*|\?|\[[^]]+\])", pattern)
+    wild = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    return "".join(
+        wild.get(token) or (f"[{token[1:].replace('!', '^', 1)}" if token.startswith("[") else re.escape(token))
+        for token in tokens
+    )
+
+
+def opened(path: str) -> BinaryIO:
+    """Open a file or an object for reads at any offset."""
+    found = storage_path(path)
+    if isinstance(found, ObjectPath):
+        return cast(BinaryIO, io.BufferedReader(RemoteFile(found), BUFFER_BYTES))
+    descriptor = os.open(found, os.O_RDONLY | os.O_NONBLOCK)  # a pipe in place of the file could wait for ever
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise UserError(f"{path} is a pipe or a device now, and was a file when it was listed. Put the file back.")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_bytes(path: str) -> bytes:
+    """Return a file's content; raise `UserError` if it cannot be read."""
+    with readable(path):
+        return storage_path(path).read_bytes()
+
+
+@contextmanager
+def readable(path: str) -> Iterator[None]:
+    """Turn an OSError of the system into a `UserError`, whatever `on_bad_document` is: the user can try again later.
+
+    Libraries raise an OSError without a number for damage that they find; that error passes through.
+    """
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror or 'there is no such object'}).") from error
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise UserError(f"{path}: cannot be read ({error.strerror}).") from error
+
+
+class RemoteFile(io.RawIOBase):
+    def __init__(self, remote: ObjectPath):
+        super().__init__()
+        found = remote.status()
+        if found is None:
+            raise FileNotFoundError(str(remote))
+        self._remote, self._size, self._at = remote, found.size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        self._at = start + offset
+        return self._at
+
+    def readall(self) -> bytes:  # that of the base class reads 8 KiB at a time
+        data = self._remote.read_range(self._at, self._size)
+        self._at += len(data)
+        return data
+
+    def readinto(self, buffer) -> int:
+        data = self._remote.read_range(self._at, min(self._at + len(buffer), self._size))
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some programs begin every UTF-8 file with it; it is not text
 STOP, SKIP = ON_BAD_DOCUMENT = ("stop", "skip")
@@ -321,3 +490,153 @@ def in_column(value, column: str, path: str, row: int) -> Document | BadDocument
         return Document(encodable(value, location), path, row)
     except BadDocument as bad:
         return bad
+
+
+READ_BYTES = 64 << 10  # of compressed data in a step
+WINDOW_BYTES = 1 << 31  # the largest window of zstd, which a process that reads such a file holds in memory
+FIRST_BYTES = {
+    "gzip": rb"\x1f\x8b",
+    "bzip2": rb"BZh[1-9](1AY&SY|\x17rE8P\x90)",
+    "xz": rb"\xfd7zXZ\0",
+    "zstd": rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18",  # a frame, or one to skip
+}
+ENDINGS = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
+OTHER_ENCODINGS = {  # by a byte order mark, or two characters of ASCII
+    "UTF-32": rb"\xff\xfe\0\0|\0\0\xfe\xff",
+    "UTF-16": rb"\xff\xfe|\xfe\xff|([^\0]\0){2}|(\0[^\0]){2}",
+}
+
+
+def compression_of(path: str, file: BinaryIO) -> str | None:
+    """Return the compression of a file that is opened at its beginning; None if it has none.
+
+    Raises `BadDocument` if it begins neither as one that its name promises nor as text, or as UTF-16 or UTF-32.
+    """
+    head = file.read(16)
+    file.seek(0)
+    named = next((kind for ending, kind in ENDINGS.items() if path.endswith(ending)), None)
+    kind = first_match(FIRST_BYTES, head)
+    if named and not kind and re.search(rb"[\0-\x08\x0e-\x1f]", head):
+        raise BadDocument(f"{path}: a damaged {named} file, or none: it begins neither as one nor as text.")
+    check_encoding(path, head)
+    return kind
+
+
+def first_match(patterns: Mapping[str, bytes], head: bytes) -> str | None:
+    return next((name for name, pattern in patterns.items() if re.match(pattern, head)), None)
+
+
+def text_ranges(path: str, size: int, step: int) -> list[SourceRange]:
+    """Return the ranges of a file of `size` bytes, of `step` bytes each; one if it is compressed."""
+    if size > step:
+        with readable(path), opened(path) as file:
+            step = size if compression_of(path, file) else step
+    return [SourceRange(path, start, stop, stop - start) for start, stop in ranges(size, step)]
+
+
+def check_encoding(path: str, head: bytes) -> None:
+    """Raise `BadDocument` for a text that begins as UTF-16 or UTF-32."""
+    if found := first_match(OTHER_ENCODINGS, head):
+        raise BadDocument(f"{path}: its text is {found}, not UTF-8. Convert it: iconv -f {found} -t UTF-8 OLD > NEW.")
+
+
+def unpacked(path: str, kind: str) -> Iterator[bytes]:
+    """Yield the content of a compressed file in blocks; raise `BadDocument` at damage, after all bytes before it."""
+    new, errors = decompressor(path, kind)
+    done = at = 0
+    try:
+        for after, block in steps(path, new, math.inf):
+            if done == 0:
+                check_encoding(path, block)
+            yield block
+            done, at = done + len(block), after
+        return
+    except EOFError as error:
+        raise BadDocument(f"{path}: a truncated {kind} file, which ends after {done:,} bytes of its text.") from error
+    except errors as error:
+        damage = error
+    # A decompressor gives nothing of the step in which it finds damage. Single bytes lose only the damaged one.
+    passed = done
+    with suppress(*errors):
+        for _, block in steps(path, new, at):
+            rest = block[passed:]
+            passed -= len(block) - len(rest)
+            done += len(rest)
+            yield rest
+    if "too much memory" in str(damage):
+        raise BadDocument(f"{path}: its zstd window is above {WINDOW_BYTES >> 30} GiB. Compress it with a smaller one.")
+    raise BadDocument(f"{path}: a damaged {kind} file after {done:,} bytes of its text ({damage}).") from damage
+
+
+def steps(path: str, new: Callable[[], Any], bytes_from: float) -> Iterator[tuple[int, bytes]]:
+    """Yield the content that each step over a file unpacks, after the number of bytes of the file up to its end.
+
+    - `new()`: returns a decompressor of one frame; a file has one or several
+    - `bytes_from`: offset in the file from which on a step is a single byte
+
+    Raises `EOFError` if the file ends inside a frame, and the decompressor's errors.
+    """
+    with readable(path), opened(path) as file:
+        frame, at = new(), 0
+        while data := file.read(READ_BYTES if at < bytes_from else 1):
+            at += len(data)
+            blocks = []
+            while data := data.lstrip(b"\0") if frame.eof else data:  # zeros may follow a frame
+                frame = new() if frame.eof else frame
+                blocks.append(frame.decompress(data))
+                data = frame.unused_data
+            yield at, b"".join(blocks)
+        if not frame.eof:
+            raise EOFError
+
+
+def decompressor(path: str, kind: str) -> tuple[Callable[[], Any], tuple[type[Exception], ...]]:
+    """Return what makes a decompressor of one frame, and the errors by which it reports damage."""
+    try:
+        if kind == "gzip":
+            return lambda: zlib.decompressobj(16 + zlib.MAX_WBITS), (zlib.error,)
+        if kind == "bzip2":
+            import bz2
+
+            return bz2.BZ2Decompressor, (OSError,)
+        if kind == "xz":
+            import lzma
+
+            return lzma.LZMADecompressor, (lzma.LZMAError,)
+        import zstandard
+
+        return zstandard.ZstdDecompressor(max_window_size=WINDOW_BYTES).decompressobj, (zstandard.ZstdError,)
+    except ImportError as error:
+        lacking = (
+            f"the extra `formats`. {install_hint('formats')}" if kind == "zstd" else f"Python's module {error.name}."
+        )
+        raise UserError(f"{path}: {kind} files need {lacking}") from error
+
+
+def pieces_of_part(part: SourceRange, separator: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield (offset in the unpacked text, piece) of the pieces between separators that begin in a range of a file."""
+    with readable(part.path), opened(part.path) as file:
+        kind = compression_of(part.path, file) if part.start == 0 else None
+        first = file.seek(max(part.start - len(separator), 0))  # a piece begins behind a separator
+        blocks = unpacked(part.path, kind) if kind else iter(lambda: file.read(READ_BYTES), b"")
+        for number, (start, piece) in enumerate(pieces(blocks, separator)):
+            if first + start >= part.stop and not kind:
+                return
+            if number > 0 or part.start == 0:
+                yield first + start, piece
+
+
+def pieces(blocks: Iterable[bytes], separator: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield (offset, piece) of the pieces of a text between separators; the text comes in blocks."""
+    start, rest = 0, bytearray()
+    for block in blocks:
+        old = max(len(rest) - len(separator) + 1, 0)
+        rest += block
+        if rest.find(separator, old) >= 0:
+            *whole, last = bytes(rest).split(separator)
+            for piece in whole:
+                yield start, piece
+                start += len(piece) + len(separator)
+            rest = bytearray(last)
+    if rest:
+        yield start, bytes(rest)

@@ -6,13 +6,23 @@ from dataclasses import dataclass
 from datetime import date
 from typing import Any
 
-from gregale.data.chat.conversation import ALL, ASSISTANT, COMPLETION, LOSS_ON, Conversation, Pair
-from gregale.data.chat.forms import COLUMNS, FORMS, MESSAGES, PAIRS, Malformed, Row
+from gregale.data.chat.conversation import (
+    ALL,
+    ASSISTANT,
+    COLUMNS,
+    COMPLETION,
+    FORMS,
+    LOSS_ON,
+    MESSAGES,
+    PAIRS,
+    Conversation,
+    Malformed,
+    Pair,
+    Row,
+)
 from gregale.data.sources.base import FIT, BadDocument, Document, Needless, SourceConfig, encodable
-from gregale.data.sources.csv import CsvRecords, invalid_byte
-from gregale.data.sources.huggingface import HuggingFaceRows
-from gregale.data.sources.jsonl import JsonLines
-from gregale.data.sources.parquet import ParquetRows
+from gregale.data.sources.tables import HuggingFaceRows, ParquetRows
+from gregale.data.sources.text import CsvRecords, JsonLines, invalid_byte
 from gregale.errors import KeyedError
 from gregale.settings import Settings, restated, setting
 

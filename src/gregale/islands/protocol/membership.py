@@ -31,7 +31,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from gregale.distributed.agreement import listed
+from gregale.distributed.rendezvous import listed
 from gregale.islands.protocol.wire import NO_ROUND
 
 BEATS_PER_TIMEOUT = 5

@@ -15,7 +15,7 @@ from contextlib import suppress
 from http.client import HTTPException
 from zlib import compress
 
-from gregale.distributed.signing import canonical
+from gregale.distributed.rendezvous import canonical
 from gregale.errors import UserError
 from gregale.islands.protocol.headers import FORMAT
 from gregale.islands.protocol.membership import Ask, Formed, Membership

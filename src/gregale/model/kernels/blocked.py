@@ -1,4 +1,4 @@
-"""Causal attention by blocks of queries and keys, those pairs of blocks that the mask does not hide."""
+"""Causal attention by those pairs of blocks that the mask does not hide, also of sequences that devices share."""
 
 from dataclasses import dataclass
 from functools import cache, partial
@@ -10,10 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from gregale.axes.position_order import chunk_order
-from gregale.model.kernels.kernels import ATTENTION_NAME
-from gregale.model.kernels.reference import capped
-from gregale.model.kernels.sinks import sink_gradients, with_sinks
+from gregale.axes.layout import CONTEXT
+from gregale.axes.parameters import chunk_order, chunks_reached
+from gregale.model.kernels.operations import ATTENTION_NAME, capped, halo, sink_gradients, whole, with_sinks
 
 # Rows of a block, queries or keys. On a CPU the scores of a head and sequence stay in its second-level cache.
 ROWS, CPU_ROWS = 512, 128
@@ -257,3 +256,39 @@ def _with_block(x: jax.Array, number: jax.Array, block: jax.Array) -> jax.Array:
 
 def _float32_einsum(subscripts: str, left: jax.Array, right: jax.Array) -> jax.Array:
     return jnp.einsum(subscripts, left, right, preferred_element_type=jnp.float32)
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """An `Attend` inside of `jax.shard_map`: all arrays are the positions of one device.
+
+    Keys and values are gathered, or with a window sent by the neighbours that it reaches (`chunks_reached`). A device
+    computes equally many pairs of blocks as each other device (`axes.position_order`).
+
+    - `devices`: n, that share a sequence
+    - `rows`: of a block, about
+    """
+
+    devices: int
+    rows: int
+
+    def __call__(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        segments: jax.Array | None,
+        window: int | None,
+        cap: float | None = None,
+        sinks: jax.Array | None = None,
+    ) -> jax.Array:
+        chunk = q.shape[1] // 2
+        reach = chunks_reached(chunk, self.devices, window)
+        blocks = Blocks.of_chunks(chunk, self.devices, self.rows, window, reach)
+        if reach is None:
+            gather = partial(jax.lax.all_gather, axis_name=CONTEXT, axis=1, tiled=True)
+        else:
+            gather = partial(halo, devices=self.devices, reach=reach)
+        ids = None if segments is None else (segments, whole(segments, self.devices))
+        pairs = jnp.asarray(pairs_of(blocks))[jax.lax.axis_index(CONTEXT)]
+        return attend_blocks(blocks, cap, q, gather(k), gather(v), ids, pairs, sinks)

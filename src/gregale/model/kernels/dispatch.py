@@ -8,12 +8,10 @@ from typing import Any
 import jax.numpy as jnp
 
 from gregale.errors import UserError
-from gregale.model.kernels.blocked import CPU_ROWS, ROWS
-from gregale.model.kernels.cpu.kernels import cpu_kernels
-from gregale.model.kernels.gathered import Gathered
-from gregale.model.kernels.gpu import cudnn
-from gregale.model.kernels.kernels import Attend, Kernels
-from gregale.model.kernels.reference import PLAIN
+from gregale.model.kernels import gpu
+from gregale.model.kernels.blocked import CPU_ROWS, ROWS, Gathered
+from gregale.model.kernels.cpu import cpu_kernels
+from gregale.model.kernels.operations import PLAIN, Attend, Kernels
 from gregale.model.kernels.tpu.blocks import LARGEST_HEAD_SIZE
 from gregale.model.kernels.tpu.kernels import tpu_kernels
 from gregale.model.kernels.tpu.splash import Splash
@@ -63,15 +61,15 @@ def _off_tpu(task: KernelRequest) -> str | None:
 def _off_cudnn(task: KernelRequest) -> str | None:
     if task.platform != "gpu":
         return f"it runs on NVIDIA GPUs, and the devices are of the platform {task.platform}"
-    if (most := cudnn.largest_head_size(task.device.compute_capability)) is None:
+    if (most := gpu.largest_head_size(task.device.compute_capability)) is None:
         return f"it runs on NVIDIA GPUs, and the devices are {task.device.device_kind}"
     if task.cap is not None:
         return "it has no cap on scores, and the model has one (model.score_softcap)"
     if task.dtype == jnp.float32:
         return "it has no float32; compute.dtype: bfloat16 would work"
-    if task.head_size > most or task.head_size % cudnn.HEAD_SIZE_MULTIPLE:
+    if task.head_size > most or task.head_size % gpu.HEAD_SIZE_MULTIPLE:
         return (
-            f"its heads are a multiple of {cudnn.HEAD_SIZE_MULTIPLE} wide and {most} at most on a "
+            f"its heads are a multiple of {gpu.HEAD_SIZE_MULTIPLE} wide and {most} at most on a "
             f"{task.device.device_kind}, and the model's are {task.head_size}"
         )
     return None
@@ -91,7 +89,7 @@ OWN_RULES: dict[str, Callable[[Any], Kernels]] = {  # of platforms, for a device
 # Fastest first. `blocked` cannot be chosen by name: it is one of the rules (`compute.autodiff_rules`).
 FORMS = {
     "splash": AttentionKernel(_off_tpu, lambda task: Splash(task.device.device_kind), opaque=True),
-    "cudnn": AttentionKernel(_off_cudnn, lambda task: cudnn.attend, opaque=True),
+    "cudnn": AttentionKernel(_off_cudnn, lambda task: gpu.attend, opaque=True),
     "blocked": AttentionKernel(_off_rules, lambda task: cpu_kernels().attend, opaque=False),
     "xla": AttentionKernel(lambda task: None, lambda task: PLAIN.attend, opaque=False),
 }

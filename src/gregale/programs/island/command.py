@@ -13,7 +13,7 @@ import jax
 import gregale
 from gregale.checkpoint.multihost import by_first_process, first_message, messages_of_all
 from gregale.data.sources.base import expand
-from gregale.distributed.hang_detector import Phase
+from gregale.distributed.liveness import Phase
 from gregale.errors import UserError
 from gregale.islands import outer_checkpoint
 from gregale.islands.data_leases import DataLeases
@@ -62,9 +62,9 @@ from gregale.runs.islands import IslandsConfig
 from gregale.runs.run_directory import RunDirectory
 from gregale.settings import setting
 from gregale.storage import StoragePath, StoreError, write_bytes
-from gregale.storage.jsonl_writer import ResumePoint, lines_at
+from gregale.storage.jsonl import ResumePoint, lines_at
 from gregale.tracking.callback import Callbacks, RunInfo
-from gregale.tracking.choices import open_trackers
+from gregale.tracking.trackers import open_trackers
 
 ADDRESS, OUTER = "island.address", "outer"
 LEASE_PERIODS = 4

@@ -3,11 +3,11 @@
 import math
 import time
 
-from gregale.checkpoint.finite import not_finite
+from gregale.checkpoint.files import not_finite
 from gregale.checkpoint.multihost import first_message
 from gregale.checkpoint.store import Checkpoints
 from gregale.data.preparation import Corpus
-from gregale.distributed.elapsed import Elapsed
+from gregale.distributed.liveness import Elapsed
 from gregale.errors import UserError
 from gregale.islands import outer_checkpoint
 from gregale.islands.trainer_command import RoundPacing

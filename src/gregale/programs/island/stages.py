@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 
+from gregale.data.mixtures import Mixtures, with_mixture
 from gregale.data.preparation import Corpus
-from gregale.data.staged import Mixtures, with_mixture
-from gregale.distributed.agreement import ABSENT, difference, format_term, from_text, to_text
+from gregale.distributed.rendezvous import ABSENT, difference, format_term, from_text, to_text
 from gregale.errors import UserError
 from gregale.islands.protocol.ledger import digest_of
 from gregale.islands.protocol.settings import timing_of

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import NamedArray
 
-from gregale.checkpoint.finite import not_finite
-from gregale.communication import shards
+from gregale.checkpoint.files import not_finite
+from gregale.communication import reduce
 from gregale.data.examples import ExampleBatch, Examples
 from gregale.data.mixtures import ReplicaExamples
-from gregale.distributed.hang_detector import Phase
+from gregale.distributed.liveness import Phase
 from gregale.distributed.signals import StopRequest
 from gregale.errors import UserError
 from gregale.islands import trainer_command as commands
@@ -25,9 +25,9 @@ from gregale.islands.data_leases import DataLeases
 from gregale.islands.driver import Driver
 from gregale.islands.follower import Follower
 from gregale.islands.inner_optimizer_state import InnerOptimizerState, on_host, taken_over
-from gregale.methods.fragments import Fragment
 from gregale.methods.island import Island
 from gregale.methods.island_outer import HostOuter, OuterView
+from gregale.methods.schedule import Fragment
 from gregale.programs.runtime.batches import Placement
 from gregale.programs.runtime.setup import Setup
 from gregale.programs.train.next_programs import NextPrograms
@@ -35,9 +35,8 @@ from gregale.programs.train.resume import Start
 from gregale.programs.train.step_log import Observers
 from gregale.programs.train.steps import Batch, Steps
 from gregale.storage import StoragePath
-from gregale.storage.jsonl_writer import FileJsonlWriter, ObjectJsonlWriter
-from gregale.training.state import StepReport, TrainState
-from gregale.training.stepper import Stepper
+from gregale.storage.jsonl import FileJsonlWriter, ObjectJsonlWriter
+from gregale.training.state import Stepper, StepReport, TrainState
 
 Tree = Any
 THREADS = 4
@@ -306,7 +305,7 @@ class IslandSteps(Steps):
 
 def _down(messages: dict[str, jax.Array], weight: jax.Array, norm: jax.Array) -> commands.Down:
     size = float(norm)
-    return commands.Down(shards.on_host(messages), float(weight), size if math.isfinite(size) else None)
+    return commands.Down(reduce.on_host(messages), float(weight), size if math.isfinite(size) else None)
 
 
 @partial(jax.jit, donate_argnums=0)

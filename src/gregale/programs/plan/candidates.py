@@ -9,19 +9,19 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from gregale.audit.compared import is_compared
-from gregale.axes.mesh import make_mesh
-from gregale.communication.accumulate import rows_per_part
-from gregale.communication.pipeline.config import SAVED
-from gregale.communication.pipeline.window import GATHER_LEVELS
+from gregale.audit.estimate import is_compared
+from gregale.axes.layout import make_mesh
+from gregale.communication.pipeline import GATHER_LEVELS, SAVED
+from gregale.communication.reduce import rows_per_part
 from gregale.errors import UserError
-from gregale.model.compute_config import GATHER, REMAT
+from gregale.model.config import GATHER, REMAT
 from gregale.model.execution import execution
 from gregale.programs.plan.devices import Target
 from gregale.programs.plan.shapes import estimate, step_shape, tree_bytes
 from gregale.programs.plan.step_seconds import closed_form_seconds
+from gregale.programs.runtime.expert_parallelism import set_up
 from gregale.programs.runtime.run_layout import check_pipeline
-from gregale.programs.runtime.setup import Setup, set_up
+from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import TrainConfig
 
 MESH_AXES = ("stage", "context", "data", "model")  # inside a replica

@@ -15,7 +15,7 @@ import haliax as hax
 import jax
 
 from gregale.atomic_files import write_bytes
-from gregale.distributed.parent_death import end_with_parent
+from gregale.distributed.devices import end_with_parent
 from gregale.programs.plan.compiling import DUMPED
 from gregale.programs.plan.devices import topology_target
 from gregale.programs.plan.memory_only_compile import CONFIG, DUMP, REFUSED, REQUEST

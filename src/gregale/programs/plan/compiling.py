@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from gregale.audit.memory import CompilerMemory, compiler_memory
+from gregale.audit.estimate import CompilerMemory, compiler_memory
 from gregale.errors import UserError
 from gregale.formatting import listed
 from gregale.programs.plan.devices import Target

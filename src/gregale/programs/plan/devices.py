@@ -9,8 +9,8 @@ from math import prod
 import jax
 
 from gregale.audit.chips import Chip, chip
-from gregale.audit.step import ACCELERATOR, CPU, TPU, Backend
-from gregale.axes.mesh import Device
+from gregale.audit.estimate import ACCELERATOR, CPU, TPU, Backend
+from gregale.axes.layout import Device
 from gregale.distributed.devices import GPU_MEMORY, set_flags
 from gregale.errors import UserError, install_hint
 from gregale.programs.plan.gpus import GPUS, described

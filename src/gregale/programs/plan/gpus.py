@@ -10,7 +10,7 @@ from importlib.util import find_spec
 import jax
 
 from gregale.audit.chips import chip
-from gregale.axes.mesh import Device
+from gregale.axes.layout import Device
 from gregale.errors import UserError, install_hint
 
 KIB, MIB = 2**10, 2**20

@@ -11,9 +11,7 @@ from gregale.methods.comparison import compared
 from gregale.methods.schedule import Schedule
 from gregale.programs.plan.shapes import devices_of_a_replica, step_shape
 from gregale.programs.runtime.setup import Setup
-from gregale.timeline.methods import Cadence
-from gregale.timeline.model import Ring, Workload
-from gregale.timeline.simulate import GRID_GBIT_PER_SECOND, needed_bandwidths, run_method
+from gregale.timeline import GRID_GBIT_PER_SECOND, Cadence, Ring, Workload, needed_bandwidths, run_method
 
 GOAL = 0.9
 

@@ -6,12 +6,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gregale.audit.compared import is_compared
-from gregale.audit.memory import Estimate
-from gregale.axes.mesh import make_mesh, slice_of
+from gregale.audit.estimate import Estimate, is_compared
+from gregale.axes.layout import make_mesh, slice_of
 from gregale.errors import UserError
 from gregale.methods.traffic import SYNCHRONISE
-from gregale.model.remat import TO_HOST
+from gregale.model.execution import TO_HOST
 from gregale.programs.plan.candidates import (
     Key,
     candidate_of,
@@ -23,7 +22,8 @@ from gregale.programs.plan.candidates import (
 from gregale.programs.plan.shapes import estimate, has_closed_forms, step_shape, tree_bytes
 from gregale.programs.plan.step import Plan
 from gregale.programs.plan.step_seconds import closed_form_seconds
-from gregale.programs.runtime.setup import Setup, set_up
+from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import TrainConfig
 
 SHOWN = 3

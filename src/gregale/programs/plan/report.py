@@ -4,14 +4,14 @@ from dataclasses import asdict
 from typing import Any
 
 from gregale.audit.chips import GBIT
+from gregale.audit.estimate import ACCELERATOR, Backend, is_of_linear
 from gregale.audit.overlap import CALIBRATION, Schedule
 from gregale.audit.roofline import Roofline, model_flops_per_token
-from gregale.audit.step import ACCELERATOR, Backend, is_of_linear
 from gregale.audit.traffic import bytes_by_axes
 from gregale.axes.mapping import mapping_rows
 from gregale.axes.parameters import parameter_count
 from gregale.formatting import listed
-from gregale.huggingface.tensor_names import parameters_of
+from gregale.huggingface.families import parameters_of
 from gregale.methods.island import Island
 from gregale.model.execution import execution
 from gregale.programs.plan.devices import Target
@@ -30,9 +30,9 @@ from gregale.programs.plan.shapes import (
     tree_bytes,
 )
 from gregale.programs.plan.step import MEMORY, STEP, Plan, Program
+from gregale.programs.runtime.expert_parallelism import choice_of, in_places
 from gregale.programs.runtime.parameter_groups import parameter_groups
-from gregale.programs.runtime.placement import choice_of
-from gregale.programs.runtime.setup import Setup, in_places
+from gregale.programs.runtime.setup import Setup
 
 
 def report_of(

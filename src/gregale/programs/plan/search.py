@@ -27,8 +27,7 @@ from gregale.programs.plan.island import island_of
 from gregale.programs.plan.remedies import Remedy, cost, remedies
 from gregale.programs.plan.report import link_bytes_per_second, memory_of
 from gregale.programs.plan.shapes import devices_of_a_replica, has_closed_forms, lacking
-from gregale.programs.plan.step import MEMORY, Plan, plan_step, setup_for
-from gregale.programs.plan.step_seconds import scheduled_seconds
+from gregale.programs.plan.step import MEMORY, Plan, plan_step, scheduled_seconds, setup_for
 from gregale.programs.plan.text import size
 from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import TrainConfig

@@ -10,24 +10,28 @@ import jax
 import jax.numpy as jnp
 from haliax import NamedArray
 
-from gregale.audit.device_axes import BETWEEN, INSIDE
-from gregale.audit.memory import Estimate, bytes_on_device, estimate_memory
-from gregale.audit.pipeline_memory import estimate_pipeline
-from gregale.audit.pipeline_shape import PipelineShape
-from gregale.audit.pipeline_traffic import pipelined
+from gregale.audit.collectives import BETWEEN, INSIDE
+from gregale.audit.estimate import (
+    ACCELERATOR,
+    Backend,
+    Estimate,
+    ParameterShape,
+    PipelineShape,
+    StepShape,
+    bytes_on_device,
+    estimate_memory,
+    estimate_pipeline,
+)
 from gregale.audit.roofline import Work, work_of
-from gregale.audit.step import ACCELERATOR, Backend, ParameterShape, StepShape
-from gregale.audit.traffic import expected_transfers, kept
-from gregale.audit.transfer import Transfer, sent_bytes
+from gregale.audit.traffic import Transfer, expected_transfers, kept, pipelined, sent_bytes
 from gregale.axes.layout import MODEL, REPLICA, is_named, named_arrays
-from gregale.axes.parameters import is_buffer, trainable
-from gregale.axes.quantised_weight import is_quantised
+from gregale.axes.parameters import is_buffer, is_quantised, trainable
 from gregale.errors import UserError
 from gregale.methods.method import Method
-from gregale.model.compute_config import DTYPES
+from gregale.model.config import DTYPES
 from gregale.model.execution import execution
 from gregale.objectives import DpoConfig, NextTokenConfig
-from gregale.training.compiler_options import compiler_options, sums_behind
+from gregale.training.compiler import compiler_options, sums_behind
 
 if TYPE_CHECKING:
     from gregale.programs.runtime.setup import Setup

@@ -1,6 +1,6 @@
 """Provides the plan of a run: the programs of `train`, compiled from shapes alone, and their joint estimates."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -9,16 +9,14 @@ import haliax as hax
 import jax
 
 from gregale.audit import Audit, audit
-from gregale.audit.device_axes import BETWEEN, INSIDE
-from gregale.audit.links import grid_of
-from gregale.audit.memory import CompilerMemory
+from gregale.audit.collectives import BETWEEN, INSIDE, Collective, grid_of
+from gregale.audit.estimate import Backend, CompilerMemory
 from gregale.audit.overlap import HOST, Rates, Schedule, schedule_of
 from gregale.audit.pallas_cost import Kernels
 from gregale.audit.roofline import Roofline, link_rates, roofline
-from gregale.audit.step import Backend
 from gregale.audit.traffic import Transfer
-from gregale.axes.expert_rounds import FURTHER_ROUNDS
-from gregale.axes.mesh import make_mesh
+from gregale.axes.layout import make_mesh
+from gregale.axes.parameters import FURTHER_ROUNDS
 from gregale.methods.traffic import SYNCHRONISE
 from gregale.model.loss import AGAIN
 from gregale.programs.plan.compiling import WITHOUT_OPTIMISED_CODE, Outcome, compiled_for
@@ -33,7 +31,9 @@ from gregale.programs.plan.shapes import (
     step_transfers,
     tree_bytes,
 )
-from gregale.programs.runtime.setup import Setup, check_replicas, set_up
+from gregale.programs.plan.step_seconds import joined, link_grid
+from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.setup import Setup, check_replicas
 from gregale.runs.config import TrainConfig
 from gregale.training.state import abstract_state
 
@@ -219,3 +219,21 @@ def _compiler(setup: Setup, tokens: int, target: Target, until: str) -> Compile:
         return lambda each: reported(request, each.name, arguments)
     options = WITHOUT_OPTIMISED_CODE if until == MEMORY and target.simulated else None
     return lambda each: compiled_for(target, each.name, each.lower(), arguments, options)
+
+
+def scheduled_seconds(plan: Plan, bandwidth: float | None) -> float:
+    """Return a step's time by its schedule: asynchronous transfers inside a slice hide behind other work.
+
+    Synchronous transfers, and those between slices, which little work could hide, add their full time.
+    """
+    bound, target = plan.roofline(bandwidth), plan.target
+    rate, grid = link_rates(target.chip, target.devices_a_chip, bandwidth)[INSIDE], link_grid(plan.setup, target)
+
+    def total(some: Iterable[Collective]) -> float:
+        return sum(each.counted * ((grid and grid.seconds(each)) or each.bytes_sent / rate) for each in some)
+
+    inside = [each for each in plan.step.audit.collectives if each.link == INSIDE]
+    sent, hidden = total(inside), total(each for each in inside if each.is_async)
+    if grid is None and sent:  # XLA:CPU sends bfloat16 as float32, which the closed form does not
+        sent, hidden = bound.links[INSIDE], bound.links[INSIDE] * hidden / sent
+    return joined(bound, max(hidden, bound.host), sent - hidden)

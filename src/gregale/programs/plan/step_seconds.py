@@ -7,19 +7,16 @@ not predict, because products run at the chip's peak.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gregale.audit.collectives import Collective
-from gregale.audit.device_axes import BETWEEN, INSIDE
-from gregale.audit.links import Grid, grid_of
+from gregale.audit.collectives import BETWEEN, INSIDE, Grid, grid_of
+from gregale.audit.estimate import ACCELERATOR
 from gregale.audit.roofline import Roofline, link_rates, roofline
-from gregale.audit.step import ACCELERATOR
-from gregale.audit.transfer import Transfer, sent_bytes
+from gregale.audit.traffic import Transfer, sent_bytes
 from gregale.programs.plan.devices import Target
 from gregale.programs.plan.shapes import (
     FAR_AXES,
@@ -30,7 +27,6 @@ from gregale.programs.plan.shapes import (
 )
 
 if TYPE_CHECKING:
-    from gregale.programs.plan.step import Plan
     from gregale.programs.runtime.setup import Setup
 
 # Transfers of which the compilers' default options start most beside products (docs/tpu.md, docs/gpu.md).
@@ -45,7 +41,7 @@ def closed_form_seconds(setup: Setup, target: Target, bandwidth: float | None, t
     """
     work = estimated_work(setup, estimated_link_bytes(setup) or {INSIDE: 0.0, BETWEEN: 0.0}, trees)
     bound = roofline(work, target.chip, target.devices_a_chip, bandwidth)
-    rate, grid = link_rates(target.chip, target.devices_a_chip, bandwidth)[INSIDE], _grid(setup, target)
+    rate, grid = link_rates(target.chip, target.devices_a_chip, bandwidth)[INSIDE], link_grid(setup, target)
     loads: Counter[tuple[bool, str, tuple[str, ...]]] = Counter()
     for each in step_transfers(setup, ACCELERATOR):
         if not set(each.axes) & set(FAR_AXES):
@@ -54,34 +50,16 @@ def closed_form_seconds(setup: Setup, target: Target, bandwidth: float | None, t
     parts = dict.fromkeys((True, False), 0.0)
     for (behind, kind, axes), size in loads.items():
         parts[behind] += _seconds(Transfer("", kind, axes, size), setup, grid, rate)
-    return _joined(bound, parts[True], parts[False] + bound.host)
+    return joined(bound, parts[True], parts[False] + bound.host)
 
 
-def scheduled_seconds(plan: Plan, bandwidth: float | None) -> float:
-    """Return a step's time by its schedule: asynchronous transfers inside a slice hide behind other work.
-
-    Synchronous transfers, and those between slices, which little work could hide, add their full time.
-    """
-    bound, target = plan.roofline(bandwidth), plan.target
-    rate, grid = link_rates(target.chip, target.devices_a_chip, bandwidth)[INSIDE], _grid(plan.setup, target)
-
-    def total(some: Iterable[Collective]) -> float:
-        return sum(each.counted * ((grid and grid.seconds(each)) or each.bytes_sent / rate) for each in some)
-
-    inside = [each for each in plan.step.audit.collectives if each.link == INSIDE]
-    sent, hidden = total(inside), total(each for each in inside if each.is_async)
-    if grid is None and sent:  # XLA:CPU sends bfloat16 as float32, which the closed form does not
-        sent, hidden = bound.links[INSIDE], bound.links[INSIDE] * hidden / sent
-    return _joined(bound, max(hidden, bound.host), sent - hidden)
-
-
-def _joined(bound: Roofline, behind: float, between: float) -> float:
+def joined(bound: Roofline, behind: float, between: float) -> float:
     """Return the time of a step whose transfers inside a slice go behind products, and between them."""
     far = sum(bound.links.values()) - bound.links[INSIDE]
     return max(bound.compute, bound.memory, behind) + between + far
 
 
-def _grid(setup: Setup, target: Target) -> Grid | None:
+def link_grid(setup: Setup, target: Target) -> Grid | None:
     return None if target.simulated else grid_of(setup.layout.mesh, target.chip, target.devices_a_chip)
 
 

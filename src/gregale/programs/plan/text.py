@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import Any
 
-from gregale.audit.device_axes import BETWEEN
+from gregale.audit.collectives import BETWEEN
 from gregale.axes.mapping import MAPPINGS
 from gregale.formatting import listed
 from gregale.programs.plan.step import STEP

@@ -9,8 +9,7 @@ import numpy as np
 from gregale.formatting import NONE, format_quantity, format_setting
 from gregale.programs.report.runs import ReportRun, axes_of
 from gregale.runs.history import Column
-from gregale.web.charts import colour_of
-from gregale.web.markup import Html, element, swatch, table
+from gregale.web.document import Html, colour_of, element, swatch, table
 
 END = 0.02  # the last share of a run, over which a loss is averaged
 NOT_COMPARED = {"name", "islands.name"}

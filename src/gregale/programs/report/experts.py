@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from gregale.programs.report.runs import ReportRun
-from gregale.web.charts import Row, Span, Spans
+from gregale.web.document import Row, Span, Spans
 
 PREFIX = "expert_load_max/layer."
 LIMITS = (1.25, 1.5, 2.0, 4.0)  # between the kinds

@@ -10,7 +10,7 @@ import numpy as np
 from gregale.programs.report.runs import ReportRun, accumulated
 from gregale.runs.history import Column, spikes_kept
 from gregale.tracking.metrics import POSITION_LOSS, metric_of
-from gregale.web.charts import Lines, Series, colour_of
+from gregale.web.document import Lines, Series, colour_of
 
 MAX_BINS = 1000  # of a line; a chart is rarely wider in pixels
 BINS_IN_ALL = 2500  # of one metric over all runs

@@ -15,9 +15,7 @@ from gregale.programs.report.metric_charts import groups_of, silent, without_num
 from gregale.programs.report.runs import ReportRun, axes_of, shown
 from gregale.programs.report.synchronisation import rounds_charts, schedule_chart, traffic_chart
 from gregale.runs.history import History, Sample
-from gregale.web.charts import Spans
-from gregale.web.document import Page
-from gregale.web.markup import Html, cards, element, folded, notice, section, table
+from gregale.web.document import Html, Page, Spans, cards, element, folded, notice, section, table
 
 MAX_SAMPLES = 20  # number of steps
 MAX_CHARACTERS = 4000  # of a text

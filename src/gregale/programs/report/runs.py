@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from gregale.runs.history import Column, History
-from gregale.storage.jsonl_reader import HIGHEST_STEP, Entry
+from gregale.storage.jsonl import HIGHEST_STEP, Entry
 from gregale.web.document import Axis, Run
 
 MAX_KNOTS = 1000

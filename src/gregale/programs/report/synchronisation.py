@@ -11,7 +11,7 @@ from gregale.methods.schedule import Schedule
 from gregale.programs.report.metric_charts import bins_for, line
 from gregale.programs.report.runs import ReportRun
 from gregale.runs.history import LARGEST, Column
-from gregale.web.charts import Lines, Row, Series, Span, Spans, colour_of
+from gregale.web.document import Lines, Row, Series, Span, Spans, colour_of
 
 MAX_SPANS = 1500
 MIN_WAIT_SECONDS = 0.02

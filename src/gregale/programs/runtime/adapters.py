@@ -10,16 +10,16 @@ from gregale.axes.layout import is_named
 from gregale.axes.parameters import trainable
 from gregale.data.sources.base import expand
 from gregale.errors import UserError
-from gregale.huggingface.exportable import family_that_has
-from gregale.huggingface.families import Family
+from gregale.huggingface.config import family_that_has
+from gregale.huggingface.families import Family, Slot, parameters_of, path_of, slots_of
 from gregale.huggingface.folder import ADAPTER, CONFIG, read_json, write_json
 from gregale.huggingface.hub import REPOSITORY
 from gregale.huggingface.peft import adapter_settings, adapter_slots, read_adapters
-from gregale.huggingface.tensor_names import Slot, parameters_of, path_of, slots_of
-from gregale.model.adapter_config import LoraConfig
-from gregale.model.config import LlamaConfig
+from gregale.model.config import LoraConfig
+from gregale.model.llama import LlamaConfig
 from gregale.programs.runtime.checkpointed import recorded
-from gregale.programs.runtime.setup import Setup, set_up
+from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.setup import Setup
 from gregale.programs.runtime.trained_model import Base, as_here, find_run, opened
 from gregale.runs.config_diff import changes
 from gregale.runs.run_directory import RunDirectory

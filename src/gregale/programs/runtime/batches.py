@@ -10,7 +10,7 @@ import numpy as np
 from haliax import Axis, NamedArray
 
 from gregale.axes.layout import Layout
-from gregale.axes.position_order import position_order
+from gregale.axes.parameters import position_order
 from gregale.data.examples import ExampleBatch, Examples
 from gregale.data.mixtures import ReplicaExamples
 

@@ -10,7 +10,7 @@ from haliax import NamedArray
 
 from gregale.axes.parameters import buffers_of
 from gregale.errors import UserError, plugin_errors
-from gregale.model.base import ModelConfig
+from gregale.model.config import ModelConfig
 from gregale.model.execution import Execution
 from gregale.model.losses import Losses, losses_of
 from gregale.objectives import NextTokenConfig, ObjectiveConfig, Passes

@@ -8,8 +8,8 @@ import jax
 
 from gregale.axes.layout import Layout
 from gregale.data.build import MASKS
+from gregale.data.mixtures import Mixtures, MixtureStage, with_mixture
 from gregale.data.preparation import Corpus
-from gregale.data.staged import Mixtures, MixtureStage, with_mixture
 from gregale.errors import UserError
 from gregale.methods.method import Method
 from gregale.programs.runtime.setup import Setup

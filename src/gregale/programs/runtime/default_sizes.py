@@ -9,16 +9,16 @@ from dataclasses import fields, replace
 from math import lcm
 from typing import Any
 
-from gregale.axes.mesh import Device, make_mesh
+from gregale.axes.layout import Device, make_mesh
 from gregale.errors import UserError, below
-from gregale.model.config import LlamaConfig, ModelConfig
+from gregale.model.llama import LlamaConfig, ModelConfig
+from gregale.programs.runtime.expert_parallelism import set_up
 from gregale.programs.runtime.run_layout import rows_multiple
-from gregale.programs.runtime.setup import set_up
 from gregale.programs.runtime.trained_model import find_origin
 from gregale.runs.config import BatchConfig, TrainConfig
 from gregale.runs.config_diff import changes
 from gregale.settings import Settings
-from gregale.settings.config_schema import TYPE
+from gregale.settings.decoding import TYPE
 
 MODEL, BATCH = "model", "batch"
 SMALL: Mapping[str, Any] = {

@@ -18,7 +18,7 @@ from gregale.data.examples import MORE_BYTES, Examples, held_out_examples
 from gregale.data.preparation import Corpus, source_rows
 from gregale.data.tokenizer_training import naming
 from gregale.errors import UserError
-from gregale.inference.logits import check_scored, scores
+from gregale.inference.generate import check_scored, scores
 from gregale.model.execution import Execution
 from gregale.objectives import NextTokenConfig
 from gregale.programs.runtime.batches import GlobalBatches

@@ -7,11 +7,9 @@ import jax
 from haliax import Axis, NamedArray
 
 from gregale.axes.layout import BATCH, is_named
-from gregale.axes.parameters import is_buffer, is_parameter, trainable
-from gregale.axes.position_order import position_order
-from gregale.model.adapter_config import LoraConfig
+from gregale.axes.parameters import is_buffer, is_parameter, position_order, trainable
 from gregale.model.adapters import adapted, hashed, quantised
-from gregale.model.compute_config import DTYPES
+from gregale.model.config import DTYPES, LoraConfig
 from gregale.model.execution import Execution
 from gregale.runs.config import TrainConfig
 

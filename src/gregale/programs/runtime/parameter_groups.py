@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from gregale.optim.groups import ParameterRule
+from gregale.optim.config import ParameterRule
 from gregale.programs.runtime.setup import Setup
 
 

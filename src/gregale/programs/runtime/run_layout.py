@@ -22,11 +22,10 @@ from gregale.axes.layout import (
     mesh_axes_of,
 )
 from gregale.axes.mapping import check_arrays, check_mapping, mapped_layout
-from gregale.axes.quantised_weight import QuantisedWeight, is_quantised
-from gregale.communication.accumulate import rows_per_part
-from gregale.communication.reduce import further_splits
+from gregale.axes.parameters import QuantisedWeight, is_quantised
+from gregale.communication.reduce import further_splits, rows_per_part
 from gregale.errors import UserError, multiples_near
-from gregale.model.adapter_config import LoraConfig
+from gregale.model.config import LoraConfig
 from gregale.runs.config import TrainConfig
 
 

@@ -11,9 +11,9 @@ from haliax import Axis, NamedArray
 
 from gregale.axes.layout import BATCH
 from gregale.data.tokenizers import Tokenizer
-from gregale.evaluation.tasks.continuations import NOTHING, Continuations, filled
-from gregale.inference.logits import check_scored, scores
-from gregale.model.attention import POSITION
+from gregale.evaluation.tasks import NOTHING, Continuations, filled
+from gregale.inference.generate import check_scored, scores
+from gregale.model.layers import POSITION
 from gregale.programs.runtime.batches import Placement
 from gregale.programs.runtime.setup import Setup
 

@@ -11,19 +11,15 @@ import numpy as np
 from haliax import Axis
 from jax.sharding import Mesh
 
-from gregale.axes.layout import BATCH, EXPERTS, POSITION, Layout
-from gregale.axes.mapping import EXCHANGED
-from gregale.axes.mesh import Device, make_mesh
+from gregale.axes.layout import BATCH, EXPERTS, POSITION, Device, Layout
 from gregale.axes.parameters import buffers_of, parameter_count, with_arrays
-from gregale.communication.pipeline.config import pipelined_execution
-from gregale.communication.pipeline.schedule import Schedule
+from gregale.communication.pipeline import Schedule, pipelined_execution
 from gregale.errors import UserError, plugin_errors
 from gregale.methods.config import MethodContext, Methods
 from gregale.methods.method import Method
 from gregale.methods.psdp import Psdp, identity
-from gregale.model.compute_config import CompilerOptions
-from gregale.model.execution import Execution, execution
-from gregale.model.layer_kinds import labels_of, layers_apart
+from gregale.model.config import CompilerOptions
+from gregale.model.execution import Execution, execution, labels_of, layers_apart
 from gregale.objectives import NextTokenConfig
 from gregale.programs.runtime.checked_model import built, callback_metrics, checked_loss, updated_buffers
 from gregale.programs.runtime.initial_model import (
@@ -34,14 +30,12 @@ from gregale.programs.runtime.initial_model import (
     stored_base,
     with_adapters,
 )
-from gregale.programs.runtime.placement import choice_of
 from gregale.programs.runtime.run_layout import check_axes, checked_layout
 from gregale.runs.config import TrainConfig
 from gregale.runs.plugins import code_digests
 from gregale.tracking.callback import Callback
-from gregale.training.compiler_options import check_compiler_options, compiler_options
-from gregale.training.state import TrainState, abstract_state, initial_state, new_spikes, state_shardings
-from gregale.training.stepper import Stepper
+from gregale.training.compiler import check_compiler_options, compiler_options
+from gregale.training.state import Stepper, TrainState, abstract_state, initial_state, new_spikes, state_shardings
 
 VOCABULARY_MULTIPLE = 64
 MAX_PARAMETERS = 10**15
@@ -210,38 +204,8 @@ def padded_vocabulary(config: TrainConfig, tokens: int) -> Axis:
     return Axis("vocab", -(-(wanted or tokens) // multiple) * multiple)
 
 
-def set_up(config: TrainConfig, tokens: int, mesh: Mesh | None = None) -> Setup:
-    """Return the setup of a configuration, without allocation or compilation.
-
-    - `tokens`: the tokenizer's vocabulary size
-    - `mesh`: default: the configured mesh on all devices
-
-    Raises `UserError` for values that contradict one another.
-    """
-    mesh = make_mesh(config.mesh) if mesh is None else mesh
-    if not config.mapping.leaves_experts_open:
-        return _placed(config, tokens, mesh)
-    gathered, exchanged = in_places(config, tokens, mesh)
-    exchanges = choice_of(gathered, exchanged).exchanges
-    return exchanged if exchanges and isinstance(exchanged, Setup) else gathered
-
-
-def in_places(config: TrainConfig, tokens: int, mesh: Mesh) -> tuple[Setup, Setup | UserError]:
-    """Return the setups of a configuration with its experts gathered and exchanged; for the second perhaps an error."""
-
-    def one(place: str | None) -> Setup:
-        mapping = replace(config.mapping, compute={**config.mapping.compute, EXPERTS: place})
-        return replace(_placed(replace(config, mapping=mapping), tokens, mesh), config=config)
-
-    gathered = one(None)
-    try:
-        return gathered, one(EXCHANGED)
-    except UserError as error:
-        return gathered, error
-
-
-def _placed(config: TrainConfig, tokens: int, mesh: Mesh) -> Setup:
-    """Return the setup of a configuration that says where experts lie."""
+def placed(config: TrainConfig, tokens: int, mesh: Mesh) -> Setup:
+    """Return the setup of a configuration that says where experts lie, see `expert_parallelism.set_up`."""
     Vocab = padded_vocabulary(config, tokens)
     layout = checked_layout(config, mesh, Vocab)
     kind = config.model.get_choice_name(type(config.model))

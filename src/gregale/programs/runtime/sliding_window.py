@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gregale.data.stream import DocumentStream
+from gregale.data.examples import DocumentStream
 from gregale.data.tokenizers import Tokenizer
 from gregale.errors import UserError
-from gregale.evaluation.tasks.continuations import Continuation
+from gregale.evaluation.tasks import Continuation
 from gregale.programs.runtime.scoring import Scorer
 from gregale.programs.runtime.setup import Setup
 

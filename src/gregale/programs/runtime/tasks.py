@@ -8,13 +8,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from gregale.checkpoint.multihost import messages_of_all
-from gregale.data.special_names import counter_of_names, taken_as_text
-from gregale.data.tokenizers import Tokenizer
+from gregale.data.tokenizers import Tokenizer, counter_of_names, taken_as_text
 from gregale.errors import UserError
-from gregale.evaluation.tasks.continuations import encoded
-from gregale.evaluation.tasks.files import Task, read_tasks
-from gregale.evaluation.tasks.kinds import Pair, Question, Score
-from gregale.inference.token_sampling import Sampling
+from gregale.evaluation.tasks import Pair, Question, Score, Task, encoded, read_tasks
+from gregale.inference.generate import Sampling
 from gregale.programs.runtime.scoring import Scorer
 from gregale.programs.runtime.setup import Setup
 from gregale.programs.sample.chat import chat_prompts

@@ -13,33 +13,31 @@ from typing import Any
 import jax
 from haliax import NamedArray
 
-from gregale.axes.layout import BATCH, is_named
+from gregale.axes.layout import BATCH, MeshConfig, is_named, make_mesh
 from gregale.axes.mapping import MappingConfig, mapped_layout
-from gregale.axes.mesh import MeshConfig, make_mesh
-from gregale.axes.parameters import buffers_of, trainable, with_arrays
-from gregale.axes.quantised_weight import QuantisedWeight, is_quantised
-from gregale.checkpoint.manifest import MANIFEST, digest_of, measured
+from gregale.axes.parameters import QuantisedWeight, buffers_of, is_quantised, trainable, with_arrays
+from gregale.checkpoint.files import MANIFEST, digest_of, measured
 from gregale.checkpoint.multihost import by_first_process, messages_of_all
-from gregale.checkpoint.retention import folder_name
-from gregale.checkpoint.store import Checkpoints
+from gregale.checkpoint.store import Checkpoints, folder_name
 from gregale.data.config import DataConfig
 from gregale.data.tokenizers import SAVED_NAME, load_tokenizer
 from gregale.distributed.config import DistributedConfig
 from gregale.distributed.devices import start_devices
 from gregale.errors import UserError
+from gregale.huggingface.families import parameters_of, path_of
 from gregale.huggingface.folder import BESIDE, CONFIG, WEIGHTS, check_files, open_folder
-from gregale.huggingface.tensor_names import parameters_of, path_of
 from gregale.huggingface.weights import read_model, reader
 from gregale.inference.generate import multiple_of
 from gregale.model.adapters import factor_paths, merged_weight
 from gregale.objectives import NextTokenConfig
 from gregale.programs.runtime.checkpointed import evaluated_model, evaluation_template, recorded
-from gregale.programs.runtime.setup import Setup, set_up
+from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.setup import Setup
 from gregale.runs import run_paths
 from gregale.runs.config import EvaluationConfig, TrainConfig
 from gregale.runs.run_directory import RunDirectory
 from gregale.storage import ObjectPath, parallel_map, storage_path
-from gregale.training.compilation_cache import keep_compiled
+from gregale.training.compiler import keep_compiled
 from gregale.training.state import TrainState
 
 Read = Callable[[str], NamedArray]

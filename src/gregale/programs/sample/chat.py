@@ -8,8 +8,7 @@ from datetime import date
 from typing import Any
 
 from gregale.data.chat.conversation import ALL, Conversation
-from gregale.data.chat.encoding import ChatEncoder
-from gregale.data.chat.renderer import NotRendered
+from gregale.data.chat.renderer import ChatEncoder, NotRendered
 from gregale.data.sources.chat import ChatRows
 from gregale.data.tokenizers import Tokenizer
 from gregale.errors import UserError

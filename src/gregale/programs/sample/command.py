@@ -11,16 +11,13 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, TextIO, cast
 
-from gregale.axes.layout import BATCH
-from gregale.axes.mesh import MeshConfig
+from gregale.axes.layout import BATCH, MeshConfig
 from gregale.data.sources.base import expand
-from gregale.data.special_names import counter_of_names, taken_as_text
-from gregale.data.tokenizers import load_tokenizer
+from gregale.data.tokenizers import counter_of_names, load_tokenizer, taken_as_text
 from gregale.distributed.signals import ended_by_signals
 from gregale.errors import UserError
 from gregale.huggingface.folder import CONFIG, read_json
-from gregale.inference.generate import BLOCK, Prompt, multiple_of
-from gregale.inference.token_sampling import Sampling
+from gregale.inference.generate import BLOCK, Prompt, Sampling, multiple_of
 from gregale.programs.command import Command
 from gregale.programs.runtime.trained_model import find_run, open_trained
 from gregale.programs.sample.chat import ChatPrompts, Dialogue, chat_prompts, converse, lines_of_user

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from gregale.data.sources.base import expand
-from gregale.data.sources.files import read_bytes
+from gregale.data.sources.base import expand, read_bytes
 from gregale.errors import UserError
 from gregale.inference.generate import width_of
 from gregale.settings import LARGEST_WHOLE, did_you_mean, shortened

@@ -9,13 +9,10 @@ from time import perf_counter
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from gregale.axes.layout import BATCH, POSITION, Layout, named_arrays
+from gregale.axes.layout import BATCH, POSITION, Layout, MeshConfig, make_mesh, named_arrays
 from gregale.axes.mapping import standard_layout
-from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.data.tokenizers import Tokenizer
-from gregale.inference.generate import BLOCK, Generator, Prompt
-from gregale.inference.logits import UncachedDecoder, sampling_form
-from gregale.inference.token_sampling import Sampling
+from gregale.inference.generate import BLOCK, Generator, Prompt, Sampling, UncachedDecoder, sampling_form
 from gregale.model.execution import execution
 from gregale.programs.runtime.setup import Setup
 from gregale.programs.sample.prompts import batches_of

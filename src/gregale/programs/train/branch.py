@@ -3,14 +3,13 @@
 from dataclasses import dataclass
 from typing import Any
 
-from gregale.checkpoint.retention import committed_steps
-from gregale.checkpoint.store import Checkpoints
+from gregale.checkpoint.store import Checkpoints, committed_steps
 from gregale.errors import UserError
 from gregale.programs.runtime.trained_model import find_run
 from gregale.runs.config import TrainConfig
 from gregale.runs.config_diff import changes
 from gregale.runs.run_directory import RunDirectory
-from gregale.storage.jsonl_reader import read_entries
+from gregale.storage.jsonl import read_entries
 
 BRANCH = "branch"  # in starts.jsonl
 

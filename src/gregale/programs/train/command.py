@@ -11,14 +11,12 @@ from functools import partial
 import jax
 
 from gregale.checkpoint.multihost import agreed, by_first_process, first_message
-from gregale.checkpoint.retention import committed_steps
-from gregale.checkpoint.store import Checkpoints
+from gregale.checkpoint.store import Checkpoints, committed_steps
 from gregale.data.preparation import Corpus
 from gregale.data.sources.base import expand
 from gregale.data.tokenizers import fewest_tokens, save_tokenizer
 from gregale.distributed.devices import start_devices
-from gregale.distributed.hang_detector import Phase, Progress
-from gregale.distributed.liveness import monitor_peers
+from gregale.distributed.liveness import Phase, Progress, monitor_peers
 from gregale.distributed.signals import SIGNALS, StopRequest, ended_by_signals
 from gregale.errors import UserError
 from gregale.programs.command import Command
@@ -43,10 +41,10 @@ from gregale.runs.stages import number_after
 from gregale.settings import Settings, setting, whole
 from gregale.storage import storage_path
 from gregale.tracking.callback import RunInfo
-from gregale.tracking.choices import open_trackers
 from gregale.tracking.console import Console
 from gregale.tracking.profile import Profile, Window
-from gregale.training.compilation_cache import keep_compiled
+from gregale.tracking.trackers import open_trackers
+from gregale.training.compiler import keep_compiled
 
 
 @dataclass(frozen=True)

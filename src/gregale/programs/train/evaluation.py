@@ -9,11 +9,10 @@ from gregale.atomic_files import os_error_text
 from gregale.checkpoint.multihost import first_message
 from gregale.checkpoint.store import Checkpoints
 from gregale.data.preparation import Corpus
-from gregale.distributed.elapsed import Elapsed
-from gregale.distributed.hang_detector import Phase
+from gregale.distributed.liveness import Elapsed, Phase
 from gregale.errors import UserError
 from gregale.evaluation.bigram import bigram_bits_per_byte
-from gregale.inference.token_sampling import Sampling
+from gregale.inference.generate import Sampling
 from gregale.programs.runtime.checkpointed import checkpoint_metadata, checkpointed
 from gregale.programs.runtime.evaluation import format_losses
 from gregale.programs.runtime.setup import Setup

@@ -16,11 +16,10 @@ import jax
 import numpy as np
 from haliax import NamedArray
 
-from gregale.axes.layer_stacks import layers_axis, names_of_arrays
+from gregale.axes.parameters import layers_axis, names_of_arrays
 from gregale.data.examples import MORE_BYTES, Examples
-from gregale.distributed.hang_detector import Phase, Progress
-from gregale.methods.inspection import Inspected, Probe
-from gregale.methods.method import Method
+from gregale.distributed.liveness import Phase, Progress
+from gregale.methods.method import Inspected, Method, Probe
 from gregale.programs.runtime.batches import GlobalBatches
 from gregale.programs.runtime.parameter_groups import rules_of
 from gregale.programs.runtime.setup import Setup

@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
-from gregale.checkpoint.finite import not_finite
-from gregale.distributed.hang_detector import Phase
+from gregale.checkpoint.files import not_finite
+from gregale.distributed.liveness import Phase
 from gregale.distributed.signals import Cut
 from gregale.errors import UserError
 from gregale.formatting import listed

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import jax
 
 from gregale.checkpoint.store import Checkpoints, Restored
+from gregale.data.mixtures import Mixtures, sources_of, with_mixture
 from gregale.data.preparation import Corpus
-from gregale.data.staged import Mixtures, sources_of, with_mixture
 from gregale.data.tokenizers import Tokenizer, load_tokenizer
 from gregale.errors import UserError
 from gregale.huggingface.folder import copy_beside
@@ -22,8 +22,9 @@ from gregale.programs.runtime.checkpointed import (
     recorded,
     saved_by,
 )
+from gregale.programs.runtime.expert_parallelism import set_up
 from gregale.programs.runtime.memory import check_fits
-from gregale.programs.runtime.setup import Setup, set_up
+from gregale.programs.runtime.setup import Setup
 from gregale.programs.runtime.trained_model import Base, as_here, find_origin, restored_model, weights_of
 from gregale.runs.config import TrainConfig
 from gregale.runs.config_diff import changes

@@ -9,28 +9,26 @@ from typing import Any
 
 import jax
 
-from gregale.axes.layout import with_shardings
-from gregale.axes.mesh import make_mesh
-from gregale.axes.parameters import parameter_count
-from gregale.axes.quantised_weight import is_quantised
+from gregale.axes.layout import make_mesh, with_shardings
+from gregale.axes.parameters import is_quantised, parameter_count
 from gregale.data.preparation import Corpus, prepare
-from gregale.data.progress import Report
+from gregale.data.store import Report
 from gregale.data.tokenizer_training import naming
 from gregale.data.tokenizers import fewest_tokens
 from gregale.errors import UserError
-from gregale.evaluation.tasks.files import read_tasks
+from gregale.evaluation.tasks import read_tasks
 from gregale.islands.stages import stage_rounds
 from gregale.methods.island import Island
 from gregale.methods.method import Method
 from gregale.programs.plan.shapes import abstract_batch
 from gregale.programs.runtime.evaluation import Evaluator, evaluation_text
-from gregale.programs.runtime.setup import Setup, check_replicas, set_up
+from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.setup import Setup, check_replicas
 from gregale.programs.train.inspection import is_due
 from gregale.runs.config import TrainConfig
 from gregale.runs.process_agreement import agree_on_text
-from gregale.tracking.choices import check_installed
-from gregale.training.state import abstract_state
-from gregale.training.stepper import Stepper
+from gregale.tracking.trackers import check_installed
+from gregale.training.state import Stepper, abstract_state
 
 OF_A_STEP, OF_AN_EVALUATION = "a step", "an evaluation"
 FIRST_STEPS = 10_000  # of a stage, in which its programs are looked for

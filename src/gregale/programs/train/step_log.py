@@ -15,10 +15,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gregale.audit.chips import of_device
 from gregale.audit.roofline import model_flops_per_token
-from gregale.data.staged import Mixtures, tokens_of
-from gregale.distributed.hang_detector import Progress
+from gregale.data.mixtures import Mixtures, tokens_of
+from gregale.distributed.liveness import Progress
 from gregale.errors import UserError
-from gregale.methods.agreement import PseudoGradient, cosine
+from gregale.methods.method import PseudoGradient, cosine
 from gregale.programs.plan.shapes import has_closed_forms, step_shape
 from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import BatchConfig

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from typing import Any, Self
 
 from gregale.checkpoint.multihost import first_message
-from gregale.distributed.hang_detector import Phase
+from gregale.distributed.liveness import Phase
 from gregale.distributed.signals import StopRequest
 from gregale.methods.method import Method
 from gregale.programs.runtime.batches import GlobalBatches

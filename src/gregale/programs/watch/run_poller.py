@@ -10,7 +10,7 @@ import numpy as np
 from gregale.runs.history import Figures, FiguresReader
 from gregale.runs.run_paths import RunPaths
 from gregale.runs.run_summary import State, Summary, summary_of
-from gregale.storage.jsonl_reader import read_entries
+from gregale.storage.jsonl import read_entries
 from gregale.tracking.metrics import EVALUATION, in_unit, metric_of
 
 Entry = Mapping[str, Any]

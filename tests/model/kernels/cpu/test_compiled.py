@@ -10,12 +10,11 @@ import pytest
 from haliax import Axis
 
 from gregale.axes.layout import BATCH
-from gregale.model.attention import POSITION, linear, rotate
-from gregale.model.config import LlamaConfig
 from gregale.model.kernels.blocked import CPU_ROWS
-from gregale.model.kernels.cpu.kernels import cpu_kernels
-from gregale.model.kernels.reference import PLAIN
-from gregale.model.llama import Mlp
+from gregale.model.kernels.cpu import cpu_kernels
+from gregale.model.kernels.operations import PLAIN
+from gregale.model.layers import POSITION, linear, rotate
+from gregale.model.llama import LlamaConfig, Mlp
 
 Batch, Position, Embed, Wide = Axis(BATCH, 2), Axis(POSITION, 64), Axis("embed", 8), Axis("mlp", 40)
 

@@ -10,9 +10,9 @@ import pytest
 from haliax import Axis
 from haliax.nn import Linear
 
-from gregale.model.attention import linear
 from gregale.model.kernels.blocked import CPU_ROWS, Blocks
-from gregale.model.kernels.cpu.kernels import cpu_kernels
+from gregale.model.kernels.cpu import cpu_kernels
+from gregale.model.layers import linear
 from tests.model.kernels.forms import assert_equal, value_and_gradients
 
 CPU = cpu_kernels()

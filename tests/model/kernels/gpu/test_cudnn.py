@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import pytest
 
 from gregale.model import execution
+from gregale.model.kernels import gpu as cudnn
 from gregale.model.kernels.dispatch import kernels_for
-from gregale.model.kernels.gpu import cudnn
-from gregale.model.kernels.reference import PLAIN
+from gregale.model.kernels.operations import PLAIN
 from tests.audit.steps import lowered_for, small_setup
 from tests.mesh.support import Device
 from tests.model.kernels.forms import assert_equal

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from gregale.model.attention import rotate
-from gregale.model.config import LlamaConfig
 from gregale.model.kernels.tpu.kernels import tpu_kernels
+from gregale.model.layers import rotate
+from gregale.model.llama import LlamaConfig
 from tests.model.kernels.forms import assert_equal
 
 TPU = tpu_kernels()

@@ -10,8 +10,8 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from gregale.axes.layout import BATCH, POSITION
-from gregale.axes.position_order import position_order
-from gregale.model.kernels.reference import PLAIN
+from gregale.axes.parameters import position_order
+from gregale.model.kernels.operations import PLAIN
 from gregale.model.kernels.tpu import blocks as sizes
 from gregale.model.kernels.tpu.blocks import Limits, blocks_for, shared_blocks
 from gregale.model.kernels.tpu.pairs import DIAGONAL, EDGE, NOTHING, WHOLE, Pairs, Step, _by_keys, _by_rows

@@ -8,9 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import NamedArray
 
-from gregale.model.kernels.gated import gated_with
-from gregale.model.kernels.kernels import Kernels
-from gregale.model.kernels.reference import PLAIN, geglu_gradients, norm_gradients, swiglu_gradients
+from gregale.model.kernels.operations import (
+    PLAIN,
+    Kernels,
+    gated_with,
+    geglu_gradients,
+    norm_gradients,
+    swiglu_gradients,
+)
 from gregale.model.kernels.tpu.grouped import MEGABLOX
 
 # XLA:TPU else makes the gradients again inside of each of the four products that take them, which costs every one of
@@ -21,8 +26,10 @@ GEGLU = gated_with(jax.nn.gelu, geglu_gradients, tuple)
 
 def tpu_kernels(cores: int = 1) -> Kernels:
     """Return the operations for devices with this number of cores."""
-    from gregale.model.kernels.tpu.grouped_int8 import grouped_int8  # Pallas takes long to import
-    from gregale.model.kernels.tpu.visits import sum_of_turned
+    from gregale.model.kernels.tpu.grouped_products import (
+        grouped_int8,  # Pallas takes long to import
+        sum_of_turned,
+    )
 
     return replace(
         PLAIN,

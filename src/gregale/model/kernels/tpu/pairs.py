@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gregale.axes.layout import CONTEXT
-from gregale.axes.position_order import chunk_order
+from gregale.axes.parameters import chunk_order
 
 # Kinds of pairs: all scores are visible; those at and below the diagonal; some, by a window; none.
 WHOLE, DIAGONAL, EDGE, NOTHING = range(4)

@@ -10,12 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from gregale.axes.position_order import chunks_reached
-from gregale.model.kernels.blocked import ROWS
-from gregale.model.kernels.gathered import Gathered
-from gregale.model.kernels.kernels import ATTENTION_NAME
-from gregale.model.kernels.shared_keys import halo, halo_of, whole
-from gregale.model.kernels.sinks import sink_gradients, with_sinks
+from gregale.axes.parameters import chunks_reached
+from gregale.model.kernels.blocked import ROWS, Gathered
+from gregale.model.kernels.operations import ATTENTION_NAME, halo, halo_of, sink_gradients, whole, with_sinks
 from gregale.model.kernels.tpu.blocks import LANES, Blocks, blocks_for, shared_blocks
 from gregale.model.kernels.tpu.pairs import Pairs
 
@@ -112,7 +109,7 @@ class Call:
 
     def kernel(self, forward: bool):
         """Return the kernels of the forward pass, or of the backward pass."""
-        from gregale.model.kernels.tpu.grid import Kernel  # Pallas takes long to import
+        from gregale.model.kernels.tpu.attention import Kernel  # Pallas takes long to import
 
         blocks = self.blocks
         size = blocks.block.size
@@ -128,7 +125,7 @@ def _attend(call: Call, q, k, v, ids, sinks) -> jax.Array:
 
 
 def _attend_forward(call: Call, q, k, v, ids, sinks):
-    from gregale.model.kernels.tpu.forward import forward
+    from gregale.model.kernels.tpu.attention import forward
 
     output, exponent = forward(call.kernel(forward=True), q, k, v, ids)
     if sinks is not None:
@@ -139,7 +136,7 @@ def _attend_forward(call: Call, q, k, v, ids, sinks):
 
 
 def _attend_backward(call: Call, saved, cotangent):
-    from gregale.model.kernels.tpu.backward import Inputs, fused, split
+    from gregale.model.kernels.tpu.attention import Inputs, fused, split
 
     q, k, v, ids, sinks, output, exponent = saved
     along = jnp.sum(output.astype(jnp.float32) * cotangent.astype(jnp.float32), axis=-1)

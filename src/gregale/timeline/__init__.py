@@ -1,1 +1,0 @@
-"""A timeline model of a run over slow links: compute, transfers and waits."""

@@ -1,0 +1,3 @@
+"""The version of Gregale, which any module may import: the package itself imports others for types."""
+
+__version__ = "0.2.0"
