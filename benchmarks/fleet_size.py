@@ -15,6 +15,7 @@ from dataclasses import asdict
 from queue import Queue
 
 from gregale.distributed.rendezvous import canonical, to_text
+from gregale.islands.driver import ViewPoller
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.headers import seed
 from gregale.islands.protocol.member import Member
@@ -23,7 +24,6 @@ from gregale.islands.protocol.settings import Rules, Timing
 from gregale.islands.transport.coordinator import CoordinatorClient
 from gregale.islands.transport.lighthouse import Lighthouse
 from gregale.islands.transport.server import Handler
-from gregale.islands.view_poller import ViewPoller
 
 TOKEN = b"a token of the fleet"
 PATIENCE = 3600.0

@@ -31,11 +31,11 @@ import jax.numpy as jnp
 
 from gregale.cli import main
 from gregale.islands.driver import Driver
-from gregale.islands.host_worker import HostWorker
+from gregale.islands.hosts import HostWorker
+from gregale.islands.steps import IslandSteps
 from gregale.islands.transport.group import Group
 from gregale.islands.transport.server import Handler
 from gregale.islands.transport.transfer import Assembly
-from gregale.programs.island.steps import IslandSteps
 
 DOOM = Path(os.environ["DOOM"])
 POINTS = {

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gregale.programs.local_fleet import end, make_token
+from gregale.islands.local_fleet import end, make_token
 from gregale.runs.history import ROUNDS
 from gregale.storage import ObjectPath, StoragePath, storage_path
 from gregale.storage.jsonl import Entry, read_entries

@@ -36,8 +36,8 @@ _servers: dict[int, tuple[socket.socket, dict[str, str]]] = {}
 Job = Callable[[], Any]
 
 IMPORTED = (
-    *("gregale.cli", "gregale.programs.train.command", "gregale.programs.island.command"),
-    *("gregale.huggingface.hub", "gregale.programs.lighthouse", "gregale.islands.driver"),
+    *("gregale.cli", "gregale.programs.train.command", "gregale.islands.run"),
+    *("gregale.huggingface.hub", "gregale.islands.lighthouse", "gregale.islands.driver"),
     *("gregale.cli.invocation", "grain", "tokenizers"),
 )
 

@@ -18,8 +18,8 @@ LAYERS = [
     {"distributed"},
     {"training", "checkpoint", "tracking", "web"},
     {"runs"},
-    {"islands"},
     {"programs"},
+    {"islands"},
     {"cli", "__main__"},
 ]
 LAYER_OF = {name: number for number, names in enumerate(LAYERS, 1) for name in names}

@@ -7,7 +7,6 @@ migration.md `<!-- migration -->` the keys of each other project. `<!-- end -->`
 
 from __future__ import annotations
 
-from importlib import import_module
 from itertools import groupby
 from pathlib import Path
 
@@ -51,7 +50,7 @@ def commands() -> str:
     """Every command: how it is called, what it does, its options."""
     sections = []
     for name, program in PROGRAMS.items():
-        command = import_module(program.module).COMMAND
+        command = program.command
         options = tables(command.options) + (tables(PluginOptions) if command.plugins else "")
         sections.append(f"### `{usage(name, command)}`\n\n{program.summary}\n\n{options}")
     return "\n".join(sections)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from gregale.codecs.codec import Codec, FeedbackConfig, ReduceConfig, load
-from gregale.communication.network import NetworkReducer, Reduced, owners
 from gregale.communication.quantised import EXACT, RowLayout, rows_of
+from gregale.islands.network_reducer import NetworkReducer, Reduced, owners
 from tests.communication.links import ThreadLink, all_together
 
 EXACTLY = ReduceConfig()

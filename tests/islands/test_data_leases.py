@@ -5,8 +5,8 @@ from collections import deque
 
 import pytest
 
-from gregale.islands.data_leases import DataLeases
 from gregale.islands.protocol.ledger import Lease, LeasePolicy, LeaseReport, Ledger, advance
+from gregale.islands.state import DataLeases
 
 BATCH = 4
 

@@ -4,13 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from gregale.islands.exchange import newest
-from gregale.islands.host_group import HostGroup
-from gregale.islands.host_worker import FetchedState, HostWorker, Timeouts
+from gregale.islands.driver import newest
+from gregale.islands.hosts import FetchedState, HostGroup, HostWorker, Timeouts
+from gregale.islands.outer import HostOuter
 from gregale.islands.protocol.headers import Generation, OuterRecord, Peer, seed
 from gregale.islands.transport.server import Server
 from gregale.islands.transport.transfer import TransferFailed
-from gregale.methods.island_outer import HostOuter
 from gregale.methods.schedule import Schedule
 from gregale.training.state import initial_state
 from tests.methods.islands import LAYERS, Net, on_one_device

@@ -10,13 +10,24 @@ import numpy as np
 import pytest
 
 from gregale.errors import UserError
-from gregale.islands.follower import Follower
-from gregale.islands.host_connection import HostConnection, RemoteHost
-from gregale.islands.host_group import HostGroup, Recovery, joint_digest
-from gregale.islands.host_worker import DigestMismatch, FetchedState, HostWorker, NotFinite, OuterSnapshot, Timeouts
-from gregale.islands.inner_optimizer_state import InnerOptimizerState
+from gregale.islands.hosts import (
+    DigestMismatch,
+    FetchedState,
+    Follower,
+    HostConnection,
+    HostGroup,
+    HostWorker,
+    NotFinite,
+    OuterSnapshot,
+    Recovery,
+    RemoteHost,
+    Timeouts,
+    joint_digest,
+)
+from gregale.islands.outer import OuterView
 from gregale.islands.protocol.headers import Peer, seed
 from gregale.islands.protocol.messages import Reduce
+from gregale.islands.state import InnerOptimizerState
 from gregale.islands.trainer_command import (
     ApplyRound,
     CopyInnerState,
@@ -29,7 +40,6 @@ from gregale.islands.trainer_command import (
 from gregale.islands.transport.group import Count, GroupFailed
 from gregale.islands.transport.server import Server
 from gregale.islands.transport.transfer import TransferFailed
-from gregale.methods.island_outer import OuterView
 from gregale.methods.schedule import Schedule
 
 TOKEN = b"a token of the fleet"

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from gregale.islands import inner_optimizer_state
+from gregale.islands import state
 from gregale.methods.schedule import Schedule
 from gregale.training.state import Stepper
 from tests.mesh.support import layout_of
@@ -17,9 +17,9 @@ def test_a_peers_optimizer_replaces_the_own_one():
     for number in range(1, 4):
         peer.train(rows(number, 1), number)
     theirs, own = peer.state.method.psdp, joiner.state.method.psdp
-    arrays = inner_optimizer_state.on_host(theirs)
-    assert {name: (array.shape, array.dtype) for name, array in arrays.items()} == inner_optimizer_state.expected(own)
-    taken = inner_optimizer_state.taken_over(own, arrays)
+    arrays = state.on_host(theirs)
+    assert {name: (array.shape, array.dtype) for name, array in arrays.items()} == state.expected(own)
+    taken = state.taken_over(own, arrays)
     same = jax.tree.map(
         lambda x, y: np.array_equal(x, y), (taken.sharded, taken.gathered), (theirs.sharded, theirs.gathered)
     )

@@ -6,7 +6,7 @@ from threading import Event
 
 import pytest
 
-from gregale.islands.exchange import LatestWork
+from gregale.islands.driver import LatestWork
 
 
 @pytest.fixture

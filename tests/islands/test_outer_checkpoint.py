@@ -9,10 +9,10 @@ import pytest
 
 from gregale.checkpoint import files
 from gregale.errors import UserError
-from gregale.islands import outer_checkpoint
+from gregale.islands import state
+from gregale.islands.outer import OwnLeaves, VersionedArray
 from gregale.islands.protocol.headers import Generation, OuterRecord
 from gregale.islands.protocol.ledger import LeasePolicy, LeaseReport, Ledger, advance
-from gregale.methods.island_outer import OwnLeaves, VersionedArray
 from gregale.storage import StoragePath, StoreError, names, storage_path, write_bytes
 from tests.disk import largest_file
 from tests.stores import Fault, proxied
@@ -40,16 +40,16 @@ def directory(request, tmp_path) -> StoragePath:
 
 
 def write(directory: StoragePath, outer: OuterRecord = OUTER, leaves: dict[str, VersionedArray] = LEAVES) -> None:
-    outer_checkpoint.write(directory, outer, leaves, OWN)
+    state.write_outer(directory, outer, leaves, OWN)
 
 
 def part_names(directory: StoragePath) -> list[str]:
-    return [name for name in names(outer_checkpoint.folder_of(directory, 7)) if name != outer_checkpoint.MANIFEST]
+    return [name for name in names(state.folder_of(directory, 7)) if name != state.MANIFEST]
 
 
 def test_an_outer_state_is_read_as_it_was_written(directory):
     write(directory)
-    saved = outer_checkpoint.read(directory, 7)
+    saved = state.read_outer(directory, 7)
     assert saved.outer == OUTER
     assert saved.versions == {name: held.version for name, held in LEAVES.items()}
     for name, held in LEAVES.items():
@@ -67,20 +67,20 @@ def test_a_round_is_written_again_only_for_another_generation(directory):
     assert part_names(directory) == before
     again = replace(OUTER, generation=Generation(3, "other"))
     write(directory, again)
-    saved = outer_checkpoint.read(directory, 7)
+    saved = state.read_outer(directory, 7)
     assert saved.outer == again
     np.testing.assert_array_equal(saved.arrays["0/theta/w|0,1"], LEAVES["0/theta/w|0,1"].array)
     assert len(part_names(directory)) == 6
 
 
 def test_files_of_a_killed_process_are_ignored_and_deleted(directory):
-    folder = outer_checkpoint.folder_of(directory, 7)
+    folder = state.folder_of(directory, 7)
     folder.mkdir(parents=True)
     (folder / "0badc0de-00000").write_bytes(b"torn")
     with pytest.raises(UserError, match="round-00000007 cannot be read"):
-        outer_checkpoint.read(directory, 7)
+        state.read_outer(directory, 7)
     write(directory)
-    assert outer_checkpoint.read(directory, 7).outer == OUTER
+    assert state.read_outer(directory, 7).outer == OUTER
     assert len(part_names(directory)) == 6
 
 
@@ -89,7 +89,7 @@ def test_a_disk_that_is_full_keeps_the_old_round_and_nothing_of_the_new(tmp_path
     before = part_names(tmp_path)
     with largest_file(10), pytest.raises(OSError, match="File too large"):
         write(tmp_path, replace(OUTER, generation=Generation(3, "other")))
-    assert outer_checkpoint.read(tmp_path, 7).outer == OUTER
+    assert state.read_outer(tmp_path, 7).outer == OUTER
     assert part_names(tmp_path) == before
 
 
@@ -97,47 +97,47 @@ def test_a_store_that_fails_keeps_the_old_round_and_is_no_damage(s3, s3_endpoint
     write(s3)
     with proxied(s3_endpoint) as (endpoint, proxy):
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-        proxy.faults[:] = [Fault("expired", 1000, "PUT", outer_checkpoint.MANIFEST)]
+        proxy.faults[:] = [Fault("expired", 1000, "PUT", state.MANIFEST)]
         before = part_names(s3)
         with pytest.raises(StoreError, match="the store refused access"):
             write(s3, replace(OUTER, generation=Generation(3, "other")))
         assert part_names(s3) == before
         proxy.faults[:] = [Fault("denied", 1000, "GET", "-00001")]
         with pytest.raises(StoreError, match="the store refused access"):
-            outer_checkpoint.read(s3, 7)
+            state.read_outer(s3, 7)
         proxy.faults.clear()
-        assert outer_checkpoint.read(storage_path(str(s3)), 7).outer == OUTER
+        assert state.read_outer(storage_path(str(s3)), 7).outer == OUTER
 
 
 def test_the_format_before_is_read_and_a_newer_one_is_refused(tmp_path):
     write(tmp_path)
-    path = outer_checkpoint.folder_of(tmp_path, 7) / outer_checkpoint.MANIFEST
+    path = state.folder_of(tmp_path, 7) / state.MANIFEST
     manifest = json.loads(path.read_bytes())
     assert manifest.pop("format") == 1
     fields = [*manifest["outer"], *manifest["outer"]["ledger"]]
     known = "generation round digest last voters ledger sizes next free leases skipped stages"
     assert fields == known.split(), "other fields are another format"
     write_bytes(path, json.dumps(manifest).encode())
-    assert outer_checkpoint.read(tmp_path, 7).outer == OUTER
+    assert state.read_outer(tmp_path, 7).outer == OUTER
     write_bytes(path, b'{"format": 2, "new": "fields"}')
     with pytest.raises(UserError, match=r"^The outer .* have format 2; this version .* reads 0 and 1\. Start"):
-        outer_checkpoint.read(tmp_path, 7)
+        state.read_outer(tmp_path, 7)
 
 
-@pytest.mark.parametrize("name", ["part", outer_checkpoint.MANIFEST])
+@pytest.mark.parametrize("name", ["part", state.MANIFEST])
 def test_damage_is_found(tmp_path, name):
     write(tmp_path)
-    path = outer_checkpoint.folder_of(tmp_path, 7) / (part_names(tmp_path)[1] if name == "part" else name)
+    path = state.folder_of(tmp_path, 7) / (part_names(tmp_path)[1] if name == "part" else name)
     content = path.read_bytes()
     for damaged in (content[:-3], content[:8] + b"\xff" + content[9:], b""):
         path.write_bytes(damaged)
         with pytest.raises(UserError, match="cannot be read"):
-            outer_checkpoint.read(tmp_path, 7)
+            state.read_outer(tmp_path, 7)
 
 
 def test_other_rounds_are_deleted(directory):
     for number in (5, 6, 7):
         write(directory, replace(OUTER, round=number))
-    outer_checkpoint.keep_only(directory, [6, 7])
+    state.keep_rounds(directory, [6, 7])
     assert names(directory) == ["round-00000006", "round-00000007"]
-    outer_checkpoint.keep_only(directory / "nothing", [6, 7])
+    state.keep_rounds(directory / "nothing", [6, 7])

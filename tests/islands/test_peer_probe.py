@@ -3,7 +3,7 @@
 import socket
 import threading
 
-from gregale.islands.exchange import PeerProbe, dead_peers
+from gregale.islands.driver import PeerProbe, dead_peers
 from gregale.islands.protocol.headers import Peer
 from gregale.islands.transport.server import Server
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from gregale.islands import round_log
+from gregale.islands import driver
+from gregale.islands.driver import RoundLog
 from gregale.islands.protocol.headers import seed
-from gregale.islands.round_log import RoundLog
 from gregale.islands.transport.group import Count
 
 
@@ -23,7 +23,7 @@ from gregale.islands.transport.group import Count
 )
 def test_a_wait_is_shared_among_the_rounds_in_it(monkeypatch, events, waiting, seconds):
     now, written = [100.0], list[dict[str, Any]]()
-    monkeypatch.setattr(round_log, "time", SimpleNamespace(time=lambda: now[0]))
+    monkeypatch.setattr(driver, "time", SimpleNamespace(time=lambda: now[0]))
     log = RoundLog(Count(), written.append)
     for event in events:
         if event == "end":

@@ -8,11 +8,11 @@ from queue import Queue
 
 import pytest
 
+from gregale.islands.driver import ViewPoller
 from gregale.islands.protocol.headers import View
 from gregale.islands.protocol.settings import LAN
 from gregale.islands.transport.coordinator import CoordinatorClient
 from gregale.islands.transport.lighthouse import Lighthouse
-from gregale.islands.view_poller import ViewPoller
 
 TOKEN = b"a token of the fleet"
 PATIENCE = 30.0

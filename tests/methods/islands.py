@@ -15,9 +15,9 @@ from haliax import Axis, NamedArray
 from gregale.axes.layout import Layout
 from gregale.codecs.codec import ReduceConfig
 from gregale.communication.reduce import on_host
+from gregale.islands.method import Island
+from gregale.islands.outer import HostOuter
 from gregale.methods.diloco import Diloco
-from gregale.methods.island import Island
-from gregale.methods.island_outer import HostOuter
 from gregale.methods.psdp import Psdp
 from gregale.methods.schedule import Fragment, Schedule
 from gregale.optim import Optimizer

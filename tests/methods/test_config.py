@@ -15,6 +15,7 @@ from gregale.axes.parameters import trainable
 from gregale.codecs.codec import ReduceConfig
 from gregale.communication.reduce import host_device
 from gregale.errors import UserError
+from gregale.islands.method import Island, as_island, methods_of_island
 from gregale.methods.config import OUTER, DilocoConfig, MethodContext, PsdpConfig, StreamingDilocoConfig, SyncConfig
 from gregale.methods.diloco import Diloco
 from gregale.optim import AdamWConfig, GroupConfig, LinearSchedule, MuonConfig, OptimizerConfig, SgdConfig
@@ -28,6 +29,10 @@ from tests.methods.islands import psdp_on
 FOUR_BITS = ReduceConfig(codec="int4")
 
 
+def island_of(config: SyncConfig, given: MethodContext) -> Island:
+    return as_island(methods_of_island(config, given).chosen)
+
+
 def parts(layout=None, reduce=FOUR_BITS) -> MethodContext:
     return MethodContext(layout or layout_of(replica=2), psdp_on, reduce, steps=100, seed=0)
 
@@ -39,7 +44,7 @@ def parts(layout=None, reduce=FOUR_BITS) -> MethodContext:
 )
 def test_an_island_has_what_the_mesh_method_has(config, mixing):
     """But its layout: its own whole mesh, whose replicas average in every step."""
-    island, mesh = config.island(parts()), config.build(parts()).chosen
+    island, mesh = island_of(config, parts()), config.build(parts()).chosen
     assert island.schedule == mesh.schedule
     assert island.mixing == mesh.mixing == mixing
     assert island.reduce == mesh.reduce == FOUR_BITS
@@ -67,7 +72,7 @@ def test_an_island_has_what_the_mesh_method_has(config, mixing):
 )
 def test_what_only_one_mesh_can_do_is_refused(config, given, says):
     with pytest.raises(UserError, match=says):
-        config.island(given)
+        island_of(config, given)
 
 
 LINE = SgdConfig(learning_rate=1.0, momentum=0.0, clip_norm=None, schedule=LinearSchedule())
@@ -163,10 +168,10 @@ def test_an_outer_optimizer_that_needs_whole_matrices_is_refused_with_the_reason
 
 def test_an_island_of_many_hosts_does_not_clip_by_the_norm_of_a_part(monkeypatch):
     config = DilocoConfig(outer=SgdConfig(clip_norm=1.0))
-    assert isinstance(config.island(parts()).outer, optax.GradientTransformationExtraArgs)
+    assert isinstance(island_of(config, parts()).outer, optax.GradientTransformationExtraArgs)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(UserError, match=r"sync.outer.clip_norm is 1.*2 hosts.*null"):
-        config.island(parts())
+        island_of(config, parts())
 
 
 def test_without_the_processor_there_is_one_clear_line(monkeypatch):
@@ -183,7 +188,7 @@ PLAIN_AVERAGE = replace(OUTER, learning_rate=1.0, momentum=0.0, nesterov=False)
 
 
 def test_a_run_of_few_rounds_with_the_default_outer_optimizer_is_told_of_the_plain_average():
-    (said,) = DilocoConfig(period=30, warmup_steps=90).notes(layout_of(data=8), 690, is_island=True)
+    (said,) = DilocoConfig(period=30, warmup_steps=90).notes(layout_of(data=8), 690, is_joined=True)
     assert said.startswith("This run has 20 rounds, ")
     assert "sync.outer.learning_rate 1, sync.outer.momentum 0 and sync.outer.nesterov false" in said
 
@@ -206,7 +211,7 @@ def test_others_are_not(sync: SyncConfig):
 
 
 @pytest.mark.parametrize(
-    ("sync", "steps", "is_island", "said"),
+    ("sync", "steps", "is_joined", "said"),
     [
         (
             DilocoConfig(period=2, outer=PLAIN_AVERAGE),
@@ -224,6 +229,6 @@ def test_others_are_not(sync: SyncConfig):
     ],
     ids=["diloco", "a fleet", "streaming"],
 )
-def test_a_run_that_does_not_end_on_a_synchronisation_says_so(sync: SyncConfig, steps, is_island, said):
-    (found,) = sync.notes(layout_of(replica=2, data=4), steps, is_island)
+def test_a_run_that_does_not_end_on_a_synchronisation_says_so(sync: SyncConfig, steps, is_joined, said):
+    (found,) = sync.notes(layout_of(replica=2, data=4), steps, is_joined)
     assert found.startswith(f"The last synchronisation comes {said}")

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from gregale.codecs.codec import ReduceConfig
-from gregale.communication.network import OwnError, Reduced
-from gregale.methods.island_outer import HostOuter
-from gregale.methods.island_traffic import IslandTraffic
+from gregale.islands.network_reducer import OwnError, Reduced
+from gregale.islands.outer import HostOuter
+from gregale.islands.plan import IslandTraffic
 from gregale.methods.schedule import Schedule
 from tests.mesh.support import layout_of
 from tests.methods.islands import LAYERS, Fleet, Net, island_on, on_one_device, rows

@@ -7,8 +7,8 @@ import pytest
 from gregale.audit import audit
 from gregale.audit.estimate import compiler_memory
 from gregale.codecs.codec import ReduceConfig
-from gregale.methods.island import Island
-from gregale.methods.island_outer import HostOuter
+from gregale.islands.method import Island
+from gregale.islands.outer import HostOuter
 from gregale.methods.schedule import Schedule
 from gregale.training.state import abstract_state, initial_state
 from tests.mesh.support import layout_of

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from gregale.distributed.liveness import EXIT_CODE
-from gregale.islands import outer_checkpoint
+from gregale.islands import state
 from tests.fleet import Fleet, Island, Seconds
 from tests.ports import free_port
 from tests.programs.tiny import FAST_TO_COMPILE, write_config, write_inputs
@@ -50,7 +50,7 @@ def outer_arrays(run: Path) -> dict[str, np.ndarray]:
     """Every array of the outer state after the last round, of all hosts; what two of them have is the same."""
     found: dict[str, np.ndarray] = {}
     for folder in sorted(run.glob("outer*")):
-        for name, array in outer_checkpoint.read(folder, ROUNDS).arrays.items():
+        for name, array in state.read_outer(folder, ROUNDS).arrays.items():
             if name in found:
                 np.testing.assert_array_equal(array, found[name], err_msg=name)
             found[name] = array

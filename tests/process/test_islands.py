@@ -19,8 +19,8 @@ from gregale.axes.layout import make_mesh
 from gregale.cli import main
 from gregale.data.mixtures import staged_examples, with_mixture
 from gregale.data.preparation import prepare
-from gregale.islands import outer_checkpoint
-from gregale.methods.island import Island
+from gregale.islands import state
+from gregale.islands.method import Island
 from gregale.programs.runtime.batches import Placement
 from gregale.programs.runtime.expert_parallelism import set_up
 from gregale.runs.config import TrainConfig
@@ -60,7 +60,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-def trained(folder, names: list[str], *options: str) -> outer_checkpoint.SavedOuterState:
+def trained(folder, names: list[str], *options: str) -> state.SavedOuterState:
     """The outer side at the end of two islands in lock step, killed after their first checkpoint and started again.
 
     That checkpoint is of the end of a stage, if there are any.
@@ -80,7 +80,7 @@ def trained(folder, names: list[str], *options: str) -> outer_checkpoint.SavedOu
         assert codes == [0, 0], fleet.tails()
         assert fleet.check() >= 2 * SYNC["fragments"]
         assert all(summary_of(RunPaths(run)).state is State.COMPLETE for run in runs)
-        return outer_checkpoint.read(runs[0] / "outer", fleet.newest())
+        return state.read_outer(runs[0] / "outer", fleet.newest())
 
 
 def test_four_bits_on_both_legs_with_feedback_do_what_they_do_in_one_process(folder, monkeypatch):
@@ -314,5 +314,5 @@ def has_nothing_on_a_disk(fleet: Fleet, name: str) -> None:
     assert {"config.yaml", "island.address", "metrics.jsonl", "rounds.jsonl"} <= set(storage.names(run))
     saved = storage.names(run / "outer")
     assert saved
-    assert all((run / "outer" / each / outer_checkpoint.MANIFEST).is_file() for each in saved)
+    assert all((run / "outer" / each / state.MANIFEST).is_file() for each in saved)
     assert not (fleet.folder / "runs" / name).exists()

@@ -7,10 +7,9 @@ import pytest
 from gregale.audit.collectives import BETWEEN, INSIDE
 from gregale.audit.roofline import Roofline
 from gregale.errors import UserError
-from gregale.methods.island_traffic import IslandTraffic
-from gregale.programs.plan.command import PlanOptions
-from gregale.programs.plan.island import as_island, island_of
-from gregale.programs.plan.report import report_of
+from gregale.islands.plan import IslandTraffic
+from gregale.programs.plan.command import PlanOptions, planned
+from gregale.programs.plan.report import joining_costs, report_of
 from tests.programs.plans import FOUR_BITS, config_of, plan_of, setup_of, tables
 
 MESH = ["--mesh.replica=1", "--mesh.data=4", "--mesh.model=2"]
@@ -21,14 +20,14 @@ BOUND = Roofline(compute=STEP_SECONDS, memory=0.0, links={INSIDE: 0.0, BETWEEN: 
 
 
 def island(*arguments: str, count: int | None = None):
-    found = island_of(setup_of(LIGHTHOUSE, *arguments), count)
+    found = joining_costs(setup_of(LIGHTHOUSE, *arguments), count)
     assert found is not None
     return found
 
 
 def test_a_report_has_what_the_codec_sends_and_what_the_memory_takes():
-    plan = plan_of(as_island(config_of(*STREAMING, *FOUR_BITS), 3))
-    report = report_of(plan, 257, 0.3, island_of(plan.setup, 3))
+    plan = plan_of(planned(config_of(*STREAMING, *FOUR_BITS), 3))
+    report = report_of(plan, 257, 0.3, joining_costs(plan.setup, 3))
     assert json.loads(json.dumps(report)) == report
     traffic, found = IslandTraffic(plan.setup.method, 3), report["island"]
     assert found["bytes_per_period"] == traffic.bytes_a_period()
@@ -87,11 +86,11 @@ def test_as_many_islands_as_have_to_be_there():
     assert island(*STREAMING).traffic.members == 2
     assert island(*STREAMING, "--islands.min_members_to_start=5").traffic.members == 5
     assert island(*STREAMING, "--islands.min_members_to_start=5", count=7).traffic.members == 7
-    assert island_of(setup_of(*STREAMING), None) is None
+    assert joining_costs(setup_of(*STREAMING), None) is None
 
 
 def test_psdp_cannot_be_planned_as_an_island_and_there_is_one_at_least():
     with pytest.raises(UserError, match=r"sync\.type is 'psdp'"):
-        plan_of(as_island(config_of(*MESH), 2))
+        plan_of(planned(config_of(*MESH), 2))
     with pytest.raises(UserError, match="count"):
         PlanOptions(count=0)

@@ -1,7 +1,6 @@
 """The configuration of a run: its mistakes, its way through YAML, and which of its fields a run may change."""
 
 from dataclasses import fields, is_dataclass, replace
-from importlib import import_module
 from typing import Any, get_args
 
 import jax
@@ -15,7 +14,9 @@ from gregale.data.config import DataConfig
 from gregale.data.sources import TextSource
 from gregale.data.tokenizers import BpeConfig
 from gregale.errors import KeyedError, UserError
+from gregale.islands.config import IslandsConfig
 from gregale.islands.protocol.settings import heal_seconds, timing_of
+from gregale.islands.section import IslandsSection
 from gregale.methods.config import DilocoConfig, SyncConfig
 from gregale.model.config import Llama3Scaling
 from gregale.model.llama import LlamaConfig
@@ -23,7 +24,6 @@ from gregale.optim.config import AdamWConfig, GroupConfig, LionConfig, Optimizer
 from gregale.optim.schedules import ConstantSchedule
 from gregale.runs.config import BatchConfig, DistributedConfig, EvaluationConfig, SamplesConfig, TrainConfig
 from gregale.runs.config_diff import changes
-from gregale.runs.islands import IslandsConfig
 from gregale.runs.parsing import dump, load
 from gregale.settings import Settings
 from gregale.settings.decoding import choices, entries, is_registry, known_entries, section_of, type_name, types_of
@@ -46,7 +46,7 @@ BASE = TrainConfig("a", 10)
             "trackers.2.type is tensorboard, and so is trackers.0.type; leave one of them out.",
         ),
         (
-            lambda: TrainConfig("a", 1, checkpoint=CheckpointConfig("15m"), islands=IslandsConfig(lockstep=True)),
+            lambda: TrainConfig("a", 1, checkpoint=CheckpointConfig("15m"), islands=IslandsSection(lockstep=True)),
             "checkpoint.every is '15m', but with islands.lockstep all islands save after the same round.",
         ),
         (lambda: DistributedConfig("a:1", 2, 2), "process is 2; the 2 processes have the numbers 0 to 1."),
@@ -199,7 +199,7 @@ def stated(config_class: Any) -> list[Any]:
     return [(kind, each) for kind, own in found.items() for each in own]
 
 
-CONFIGS = [TrainConfig, *(import_module(program.module).COMMAND.options for program in PROGRAMS.values())]
+CONFIGS = [TrainConfig, *(program.command.options for program in PROGRAMS.values())]
 
 
 def test_every_number_states_its_range_and_is_checked_against_it():

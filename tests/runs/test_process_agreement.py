@@ -14,7 +14,7 @@ from gregale.distributed.config import DistributedConfig
 from gregale.distributed.liveness import EXIT_CODE, Peer
 from gregale.distributed.rendezvous import agree, difference, environment_terms, source_digest, to_text, version_terms
 from gregale.errors import UserError
-from gregale.programs.island.stages import MUST_AGREE
+from gregale.islands.run import MUST_AGREE
 from gregale.runs.config import TrainConfig
 from gregale.runs.process_agreement import MAY_DIFFER, matches, process_terms
 from gregale.settings.decoding import entries

@@ -3,7 +3,6 @@
 import re
 import traceback
 from dataclasses import fields
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,7 @@ ODD = [
     *('"\u0663"', "!own [1]", "!!set {a}", "[2, 2]", "1e22"),
 ]
 FEW = ["0", "-1", "2", "0.5", "1e308", "18446744073709551616", "9" * 400, "null", "", '"\\0"', "[1, 2]", "{a: 1}"]
-CLASSES = [TrainConfig, *(import_module(program.module).COMMAND.options for program in PROGRAMS.values())]
+CLASSES = [TrainConfig, *(program.command.options for program in PROGRAMS.values())]
 NEEDED = {"name": "odd", "steps": "1000", "run": "odd", "source": "odd", "target": "odd"}
 
 

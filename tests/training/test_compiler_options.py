@@ -7,6 +7,7 @@ from jax.sharding import Mesh
 
 from gregale.data.tokenizers import BytesTokenizer
 from gregale.errors import UserError
+from gregale.islands.method import as_island, methods_of_island
 from gregale.methods.config import DilocoConfig
 from gregale.programs.plan.devices import topology_target
 from gregale.programs.sample.sampler import training_sampler
@@ -76,7 +77,7 @@ def test_every_program_of_a_run_is_compiled_with_its_options(monkeypatch):
 
 def test_programs_of_an_island_are_compiled_with_its_options():
     setup = small_setup((1, 1, 1), compute={"compiler_options": {"xla_cpu_enable_fast_min_max": False}})
-    island = DilocoConfig(period=5).island(setup.parts)
+    island = as_island(methods_of_island(DilocoConfig(period=5), setup.parts).chosen)
     assert island.compiler_options == setup.compiler_options
     state, fragment = jax.eval_shape(island.init), island.fragment(0)
     theta = jax.eval_shape(lambda tree: tree, state.psdp.parameters)

@@ -16,30 +16,39 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
 from threading import enumerate as enumerate_threads
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from gregale.atomic_files import DISK_ERRORS
 from gregale.errors import Interrupted, Mistakes, UserError, own_code_text
 from gregale.streams import LEFT_AT_EXIT, ResilientStream, abandon, exit_at_once, say_beside
 from gregale.version import __version__
 
+if TYPE_CHECKING:
+    from gregale.programs.command import Command
+
 
 @dataclass(frozen=True)
 class Program:
-    """An entry of the table of commands: the program's module, which has a `COMMAND`, and a summary."""
+    """An entry of the table of commands: the program's module, a summary, and the name of the module's `Command`."""
 
     module: str
     summary: str
+    name: str = "COMMAND"
+
+    @property
+    def command(self) -> "Command":
+        """The program's declaration; its module is imported at the first use."""
+        return getattr(import_module(self.module), self.name)
 
 
 PROGRAMS = {
     "new": Program("gregale.programs.new", "write a starter configuration"),
     "train": Program("gregale.programs.train.command", "train a language model from a YAML file; run again to resume"),
-    "island": Program("gregale.programs.island.command", "train as one of several islands, which may join and leave"),
-    "islands": Program("gregale.programs.local_fleet", "train as several islands on this machine, in one view"),
-    "islands key": Program("gregale.programs.member_key", "make the key of one island, from the fleet's token"),
-    "islands revoke": Program("gregale.programs.revocation", "end the keys of one island"),
-    "lighthouse": Program("gregale.programs.lighthouse", "run the coordinator for islands"),
+    "island": Program("gregale.islands.run", "train as one of several islands, which may join and leave"),
+    "islands": Program("gregale.islands.local_fleet", "train as several islands on this machine, in one view"),
+    "islands key": Program("gregale.islands.keys", "make the key of one island, from the fleet's token", "KEY"),
+    "islands revoke": Program("gregale.islands.keys", "end the keys of one island", "REVOKE"),
+    "lighthouse": Program("gregale.islands.lighthouse", "run the coordinator for islands"),
     "sample": Program(
         "gregale.programs.sample.command", "continue prompts with the model of a run, or converse with it"
     ),
@@ -170,7 +179,7 @@ def _dispatch(arguments: list[str], programs: Mapping[str, Program]) -> Callable
     with nullcontext() if program.module in sys.modules else _without_gc():
         from gregale.cli.invocation import bound, command_help
 
-        command = import_module(program.module).COMMAND
+        command = program.command
     for index, word in enumerate(rest):
         if word in ("-h", "--help"):
             topic = next(iter(rest[index + 1 :]), None)

@@ -1,35 +1,373 @@
 """The driver of an island: converts observations to protocol events and carries out the protocol's actions.
 
 Between steps the trainer requests a command (`order`). It waits for the network only where the method requires that.
-Slow work runs in threads: view requests, exchange, healing, messages to peers.
+Slow work runs in threads: view requests (only the answer to the newest one counts), exchange, healing, messages to
+peers.
 """
 
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from functools import partial
-from threading import Condition, RLock, Thread
+from itertools import compress
+from threading import Condition, Event, Lock, RLock, Thread, current_thread
 from typing import Any
 
 from gregale.errors import UserError
 from gregale.islands import trainer_command as commands
-from gregale.islands.data_leases import DataLeases
-from gregale.islands.exchange import LatestWork, announce, dead_peers, exchanged, fetched
-from gregale.islands.host_group import COPY_SECONDS, HostGroup, Recovery
-from gregale.islands.host_worker import OuterSnapshot
-from gregale.islands.inner_optimizer_state import InnerOptimizerState
+from gregale.islands.hosts import COPY_SECONDS, FetchedState, HostGroup, NotFinite, OuterSnapshot, Recovery
 from gregale.islands.protocol import messages as protocol
-from gregale.islands.protocol.headers import NO_ROUND, OuterRecord, View
+from gregale.islands.protocol.headers import NO_ROUND, Header, OuterRecord, Peer, View
 from gregale.islands.protocol.member import Member
 from gregale.islands.protocol.running_time import RunningTime
+from gregale.islands.protocol.spread import distances
 from gregale.islands.protocol.stalls import Stalls
 from gregale.islands.protocol.trainer_side import TrainerSide
-from gregale.islands.round_log import RoundLog
-from gregale.islands.transport.client import RequestRejected
-from gregale.islands.transport.coordinator import CoordinatorClient
+from gregale.islands.protocol.wire import Columns, GarbageError, decode_all, unpack
+from gregale.islands.state import DataLeases, InnerOptimizerState
+from gregale.islands.trainer_command import RoundPacing
+from gregale.islands.transport.client import (
+    OUTWARDS,
+    Dial,
+    PeerUnreachable,
+    RequestRejected,
+    ask_status,
+    call,
+    island_at,
+)
+from gregale.islands.transport.coordinator import (
+    LAST_REQUEST_SECONDS,
+    CoordinatorClient,
+    CoordinatorRefuses,
+    CoordinatorUnreachable,
+    NotAdmitted,
+    RequestDropped,
+)
+from gregale.islands.transport.group import Count, GroupFailed
 from gregale.islands.transport.lighthouse import NAME as LIGHTHOUSE
-from gregale.islands.view_poller import ViewPoller
+from gregale.islands.transport.transfer import TransferFailed
+
+
+class ViewPoller:
+    """A sender of view requests, each in a thread of its own; views go to `seen`, failures to `failed`.
+
+    A new request does not wait for the answer to the previous one, which is ignored: the coordinator drops the old
+    request. Otherwise the next view would contain the outdated header of a healed member.
+
+    - `complain`: receives one line for each unreadable member of a view, and one for a coordinator that refuses
+    - `refused`: receives the reason why the coordinator does not admit this island, which ends
+    """
+
+    def __init__(
+        self,
+        coordinator: CoordinatorClient,
+        seen: Callable[[View], None],
+        failed: Callable[[str], None],
+        complain: Callable[[str], None],
+        refused: Callable[[NotAdmitted], None],
+    ):
+        self._coordinator = coordinator
+        self._seen, self._failed, self._complain, self._refused = seen, failed, complain, refused
+        self._complaints: set[str] = set()  # of the last answer
+        self._threads: list[Thread] = []
+        self._newest: Thread | None = None  # None: its answer does not count any more
+        self._lock, self._closed = Lock(), False
+
+    def ask(self, header: Header, needed: int) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            thread = Thread(target=self._request, args=(header, needed), daemon=True, name="asking")
+            self._threads = [each for each in self._threads if each.is_alive()] + [thread]
+            self._newest = thread
+            thread.start()
+
+    def look(self) -> None:
+        """Give up the request that waits for an answer, if another coordinator is chosen now."""
+        if address := self._coordinator.turned_to():
+            with self._lock:
+                self._newest = None
+            self._complain(f"requests go to the lighthouse at {address} now")
+            self._failed("another coordinator is chosen")
+
+    def close(self, complete: bool = False) -> None:
+        """Stop requesting, and leave, with a complete run or without. Wait briefly for requests in progress."""
+        with self._lock:
+            self._closed = True
+        self._coordinator.close(complete)
+        until = time.monotonic() + LAST_REQUEST_SECONDS
+        for thread in self._threads:
+            if thread is not current_thread():
+                thread.join(max(until - time.monotonic(), 0.0))
+
+    def _request(self, header: Header, needed: int) -> None:
+        try:
+            reply = self._coordinator.ask(asdict(header), needed)
+        except NotAdmitted as error:
+            self._refused(error)
+        except (CoordinatorUnreachable, RequestDropped) as error:
+            if self._is_newest():
+                self._tell({"": str(error)} if isinstance(error, CoordinatorRefuses) else {})
+                self._failed(str(error))
+        else:
+            if self._is_newest():
+                self._answered(*reply)
+
+    def _is_newest(self) -> bool:
+        """Return whether the current thread has sent the newest request."""
+        with self._lock:
+            return not self._closed and self._newest is current_thread()
+
+    def _answered(self, number: int, columns: Columns, stamp: int) -> None:
+        found = [with_own_addresses(each) for each in decode_all(Header, columns, "header")]
+        named = zip(unpack(columns, "name"), found, strict=True)
+        self._tell({name: f"{name}: {error}" for name, error in named if isinstance(error, GarbageError)})
+        self._seen(View(number, tuple(each for each in found if isinstance(each, Header)), stamp))
+
+    def _tell(self, complaints: dict[str, str]) -> None:
+        for kind, complaint in complaints.items():
+            if kind not in self._complaints:
+                self._complain(complaint)
+        self._complaints = set(complaints)
+
+
+def with_own_addresses(header: Header | GarbageError) -> Header | GarbageError:
+    """Return the header, or an error if an address in it is another island's: its messages would go there."""
+    if isinstance(header, Header) and not {island_at(host) for host in header.hosts} <= {"", header.name}:
+        return GarbageError("a header has the address of another island")
+    return header
+
+
+class RoundLog:
+    """The log of one island. It measures the current round, and passes a finished one to `record`, for rounds.jsonl.
+
+    - `count`: bytes sent and received so far
+    - `members`: the names of the members of the newest round
+    """
+
+    def __init__(self, count: Count, record: Callable[[dict[str, Any]], None]):
+        self._count, self._record = count, record
+        self._began: float | None = None
+        self._sent = self._received = 0  # bytes until then
+        self._waiting = 0.0  # seconds since then
+        self._waits_since: float | None = None
+        self.members: tuple[str, ...] = ()
+
+    def save_offset(self, name: str) -> float:
+        """Return an island's position among the members of the newest round, in [0, 1): it staggers checkpoints."""
+        return self.members.index(name) / len(self.members) if name in self.members else 0.0
+
+    def begin(self) -> None:
+        """Note the start of a round, or of healing."""
+        self._began, self._waiting = time.time(), 0.0
+        self._sent, self._received = self._count.sent, self._count.received
+
+    def wait_begins(self) -> None:
+        """Note that the trainer starts to wait, usually for the current round."""
+        self._waits_since = time.time()
+
+    def wait_ends(self) -> None:
+        """Note that the trainer continues."""
+        self._count_waiting()
+        self._waits_since = None
+
+    def _count_waiting(self) -> None:
+        """Add the waiting time until now to the current round, if there is one."""
+        if self._waits_since is None:
+            return
+        now = time.time()
+        if self._began is not None:
+            self._waiting += now - max(self._waits_since, self._began)
+        self._waits_since = now
+
+    def end(self, outer: OuterRecord, weight: float, healed: bool = False) -> None:
+        """Record a committed state, with `weight` contributed tokens, or a state fetched from a peer."""
+        self._count_waiting()
+        if self._began is None:
+            self.begin()
+        now = time.time()
+        began, self._began = self._began or now, None
+        self._record(
+            {
+                "round": outer.round,
+                "generation": outer.generation.number,
+                "digest": outer.fingerprint(),
+                "members": list(self.members),
+                "weight": weight,
+                "began": began,
+                "ended": now,
+                "seconds": now - began,
+                "waiting_seconds": self._waiting,
+                "bytes_sent": self._count.sent - self._sent,
+                "bytes_received": self._count.received - self._received,
+                "healed": healed,
+            }
+        )
+
+
+FIND_SECONDS = 2.0
+TELL_SECONDS = 2.0
+PAUSE_SECONDS = 0.1  # between two probes of a peer that refuses connections
+
+
+def dead_peers(peers: Iterable[Peer]) -> frozenset[str]:
+    """Return the identities of the peers whose host refuses a connection: the host runs, the process does not.
+
+    A peer that does not answer may be cut off or paused, so it does not count as dead.
+    """
+    asked = list(peers)
+    with ThreadPoolExecutor(len(asked) or 1) as threads:
+        refused = threads.map(_is_refused, [peer.hosts[0] for peer in asked])
+        return frozenset(compress((peer.identity for peer in asked), refused))
+
+
+def _is_refused(address: str) -> bool:
+    if address.startswith(OUTWARDS):
+        return False
+    host, _, port = address.partition("/")[0].rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), FIND_SECONDS).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+class PeerProbe:
+    """A `with` block that probes peers, and calls `drop` if one is silent for `seconds`.
+
+    A group's sockets do not report a peer that is cut off. A busy server answers late, or closes a connection that has
+    waited too long. So a probe is repeated until it has taken three quarters of `seconds`. The first probes are sent
+    during the first quarter, one after the other.
+
+    - `peers`: addresses by name
+    - `silent`: the names of the peers that did not answer
+    - `dial`: as of `PeerClient`
+    """
+
+    def __init__(
+        self, peers: Mapping[str, str], token: bytes, seconds: float, drop: Callable[[], None], dial: Dial | None = None
+    ):
+        self._peers, self._token, self._quarter, self._drop, self._dial = peers, token, seconds / 4, drop, dial
+        self._over = Event()
+        self.silent: list[str] = []
+
+    def reason(self) -> str:
+        """Return a text that names the silent peers; empty if all answered."""
+        return f"{' and '.join(self.silent)} did not answer" if self.silent else ""
+
+    def __enter__(self) -> "PeerProbe":
+        for place, (name, address) in enumerate(self._peers.items(), 1):
+            first = self._quarter * place / len(self._peers)
+            Thread(target=self._watch, args=(name, address, first), daemon=True, name=f"watching-{name}").start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+
+    def _watch(self, name: str, address: str, pause: float) -> None:
+        silent_at = None  # the end of the current probe, once a try has failed
+        while not self._over.wait(pause):
+            until = silent_at or time.monotonic() + 3 * self._quarter
+            try:
+                with suppress(RequestRejected):  # the peer is alive
+                    ask_status(address, self._token, max(until - time.monotonic(), PAUSE_SECONDS), self._dial)
+                silent_at, pause = None, self._quarter
+            except PeerUnreachable:
+                silent_at, pause = until, PAUSE_SECONDS
+                if time.monotonic() >= until and not self._over.is_set():
+                    self.silent.append(name)
+                    self._drop()
+                    return
+
+
+def announce(address: str, token: bytes, number: int, dial: Dial) -> None:
+    """Announce to a peer that a round is due. A lost announcement is not repeated here."""
+    with suppress(PeerUnreachable, RequestRejected):
+        call(address, token, {"kind": "due", "round": number}, TELL_SECONDS, dial)
+
+
+class LatestWork(ThreadPoolExecutor):
+    """Threads for work by key: one piece at a time for each key, and the newest replaces a piece that waits."""
+
+    def __init__(self, threads: int, name: str):
+        super().__init__(threads, name)
+        self._guard = Lock()
+        self._latest: dict[str, Any] = {}  # the work that waits, by each key that has work; None: the only one runs
+
+    def put(self, key: str, work: Callable[[], object]) -> None:
+        with self._guard:
+            is_new, self._latest[key] = key not in self._latest, work
+            if is_new:
+                self.submit(self._run, key)
+
+    def _run(self, key: str) -> None:
+        with self._guard:
+            work, self._latest[key] = self._latest[key], None
+        try:
+            work()
+        finally:
+            with self._guard, suppress(RuntimeError):  # after `shutdown`
+                if self._latest[key] is None:
+                    del self._latest[key]
+                else:
+                    self.submit(self._run, key)  # behind the work of other keys
+
+
+def exchanged(
+    action: protocol.Reduce, member: Member, worker: HostGroup, token: bytes, report: Callable[[str, bool], None]
+) -> protocol.Reduced | protocol.ReduceFailed:
+    """Reduce a round with its members and return the resulting protocol event."""
+    own, heartbeat = member.identity.name, member.timing.heartbeat_seconds
+    place, count = [peer.name for peer in action.members].index(own), len(action.members)
+    # A round that has failed is tried again with probes of all members, because the protocol leaves silent ones out.
+    probed = range(1, count) if member.header.failures else distances(count)
+    others = {peer.name: peer.hosts[0] for peer in (action.members[(place + each) % count] for each in probed)}
+    watch = PeerProbe(others, token, heartbeat, worker.drop_group, worker.dial)
+    try:
+        with watch:
+            digest = worker.reduce(action, own)
+    except NotFinite:
+        return protocol.ReduceFailed(action.key, overflowed=True)
+    except GroupFailed as error:
+        report(f"Round {action.round} is tried again: {watch.reason() or error}", False)
+        return protocol.ReduceFailed(action.key, tuple(watch.silent))
+    return protocol.Reduced(action.key, digest)
+
+
+def fetched(action: protocol.Heal, worker: HostGroup, pace: RoundPacing) -> protocol.Healed | protocol.HealFailed:
+    """Fetch the state of peers, with their inner optimizer if it is wanted, and return the resulting protocol event."""
+    sources, is_whole = action.sources, pace.schedule.fragments == 1  # then a round changes the whole state
+    try:
+        outer = newest(lambda settled: worker.heal(sources, settled), is_whole, worker.timeouts.reduce)
+        worker.inherit(sources)
+        return protocol.Healed(outer)
+    except TransferFailed as error:
+        return protocol.HealFailed(str(error))
+
+
+def newest(heal: Callable[[bool], FetchedState], waits: bool, seconds: float) -> OuterRecord:
+    """Return the record of a fetched state that no round in progress would replace.
+
+    Fetching the state of a large model may take longer than a round. The first call of `heal` fetches most of it. Each
+    later one fetches only changes, after the end of a round, so an island joins between two rounds. Raises the errors
+    of `heal`.
+
+    - `heal(settled)`: fetches the state of peers; `settled`: after the round that they are making
+    - `waits`: the first call also waits for the end of a round, because a round changes the whole state
+    - `seconds`: the time after which a state is accepted although a round may replace it
+    """
+    until = time.monotonic() + seconds
+    heal(waits)
+    while True:
+        found = heal(True)
+        if found.settled or time.monotonic() >= until:
+            return found.outer
+
 
 TICK_SECONDS = 0.1
 LEAST_TICK_SECONDS = 0.005

@@ -13,7 +13,6 @@ from gregale.axes.parameters import layer_order, layers_axis, trainable
 from gregale.codecs.codec import ReduceConfig
 from gregale.errors import KeyedError, UserError, below
 from gregale.methods.diloco import Diloco, Mixing, sync_axis
-from gregale.methods.island import Island
 from gregale.methods.method import Method
 from gregale.methods.psdp import Psdp
 from gregale.methods.schedule import PATTERNS, Schedule
@@ -93,22 +92,10 @@ class SyncConfig(Settings, draccus.ChoiceRegistry):
         """Return the methods; raise `UserError` if the mesh does not suit them."""
         raise TypeError(f"{type(self).__name__} is no method of its own; choose one by its type")
 
-    def island(self, parts: MethodContext) -> Island:
-        """Return one island of a fleet that this method joins over a network; raise `UserError` if it joins none.
-
-        - `parts.layout`: the island's own mesh
-        """
-        del parts
-        self.check_joins_islands()
-        raise TypeError(f"{type(self).__name__} makes no island")
-
-    def check_joins_islands(self) -> None:
-        """Raise `UserError` if this method joins no islands over a network."""
-        raise UserError(
-            f"sync.type is {self.get_choice_name(type(self))!r}, which joins no islands: steps would wait for the "
-            f"network between them. Choose sync.type diloco or streaming_diloco; inside of an island "
-            f"PSDP averages its replicas."
-        )
+    @property
+    def outer_rounds(self) -> "DilocoConfig | None":
+        """The settings by which an outer optimizer joins replicas in rounds; None if it is not such a method."""
+        return None
 
     def warm_up(self) -> int:
         """Return the steps of PSDP before the method's own begin."""
@@ -133,13 +120,13 @@ class SyncConfig(Settings, draccus.ChoiceRegistry):
         """Return whether evaluation uses the replicas' own parameters, which needs a mesh with replicas."""
         return False
 
-    def notes(self, layout: Layout, steps: int, is_island: bool = False) -> list[str]:
+    def notes(self, layout: Layout, steps: int, is_joined: bool = False) -> list[str]:
         """Return what a user should know of a run before it begins, such as probably unintended settings.
 
         - `steps`: of the whole run
-        - `is_island`: whether a network joins this mesh with others
+        - `is_joined`: whether a network joins this mesh with others
         """
-        del layout, steps, is_island
+        del layout, steps, is_joined
         return []
 
 
@@ -248,44 +235,9 @@ class DilocoConfig(SyncConfig):
             evaluate=self.evaluate,
         )
 
-    def island(self, parts: MethodContext) -> Island:
-        """Return the method of one island with its own mesh; actions of islands (absence) are not simulated."""
-        self.check_island(parts)
-        inner = parts.psdp_on(parts.layout)
-        outer, schedule = self.outer_optimizer(inner, parts), self.schedule_of(inner.model)
-        return Island(inner, outer, schedule, self.mixing, parts.reduce, parts.compiler_options)
-
-    def check_joins_islands(self) -> None:
-        """Do nothing: it joins islands."""
-
-    def check_island(self, parts: MethodContext) -> None:
-        """Raise `UserError` for settings that need replicas in one mesh."""
-        islands = parts.layout.mesh.shape[ISLAND]
-        if islands > 1:
-            raise UserError(
-                f"mesh.island is {islands}: these are islands in one mesh, which `gregale train` joins. An island of a "
-                f"fleet is a process of its own with a mesh of its own: set mesh.island to 1."
-            )
-        if (schedule := self.schedule(layers=2**31)).delay > (most := self.period // schedule.fragments):
-            raise UserError(
-                f"sync.delay is {schedule.delay}, and rounds come every sync.period / sync.fragments = {self.period} / "
-                f"{schedule.fragments} steps: an island has one message on its way at a time, so a fragment arrives "
-                f"before the next one is sent. Set sync.delay to at most {most}."
-            )
-        refused = {
-            "sync.warmup_steps": (self.warmup_steps, 0, "islands train apart from the first step"),
-            "sync.dropout": (self.dropout, 0, "an island that misses a round misses it in earnest"),
-            "reduce.measure": (parts.reduce.measure, False, "the outer parameters are not on the devices"),
-        }
-        for key, (found, wanted, why) in refused.items():
-            if found != wanted:
-                raise UserError(f"{key} is {str(found).lower()}, but {why}. Set it to {str(wanted).lower()}.")
-        if self.outer.clip_norm is not None and jax.process_count() > 1:
-            raise UserError(
-                f"sync.outer.clip_norm is {self.outer.clip_norm:g}, but this island has {jax.process_count()} hosts, "
-                f"each of which has a part of the pseudo-gradient and would clip by the norm of that part. Set "
-                f"sync.outer.clip_norm to null."
-            )
+    @property
+    def outer_rounds(self) -> "DilocoConfig":
+        return self
 
     def outer_optimizer(self, inner: Psdp, parts: MethodContext) -> optax.GradientTransformation:
         with below("sync.outer"):
@@ -314,11 +266,11 @@ class DilocoConfig(SyncConfig):
     def evaluates_replicas(self) -> bool:
         return self.evaluate != "outer"
 
-    def notes(self, layout: Layout, steps: int, is_island: bool = False) -> list[str]:
+    def notes(self, layout: Layout, steps: int, is_joined: bool = False) -> list[str]:
         """Return notes of a single replica, of so few rounds that others beat the default settings, and of the end."""
         schedule, found = self.schedule(layers=2**31), []
         rounds, last = schedule.outer_steps(self.warmup_steps, steps), schedule.last_sent(steps)
-        if not is_island and layout.mesh.shape[sync_axis(layout)] == 1:
+        if not is_joined and layout.mesh.shape[sync_axis(layout)] == 1:
             found.append(
                 f"sync.type is {self.get_choice_name(type(self))}, but mesh.replica is 1: there is no other replica to "
                 f"be joined with, so the outer optimizer moves this one by itself, every {self.period} steps."
@@ -332,7 +284,7 @@ class DilocoConfig(SyncConfig):
         if last < steps or schedule.fragments > 1:
             each = f", one fragment of {schedule.fragments} at a time" if schedule.fragments > 1 else ""
             then = "Evaluations, samples, exports and start_from read the model after one more, of all of it."
-            then = "The fleet's run ends with one more, of all of it." if is_island else then
+            then = "The fleet's run ends with one more, of all of it." if is_joined else then
             found.append(f"The last synchronisation comes after step {last:,} of {steps:,}{each}. {then}")
         return found
 

@@ -18,7 +18,7 @@ from gregale.model.config import SHAPE, AdapterConfig, ComputeConfig
 from gregale.model.llama import LlamaConfig, ModelConfig
 from gregale.objectives import NextTokenConfig, ObjectiveConfig
 from gregale.optim.config import AdamWConfig, Optimizer, OptimizerConfig
-from gregale.runs.islands import IslandsConfig
+from gregale.runs.sections import REGISTERED, Section, with_sections
 from gregale.runs.stages import Stage, number_after, stages_of
 from gregale.settings import Fixed, Settings, at_least, check_name, check_path, setting, shown, whole
 from gregale.storage import is_url, storage_path
@@ -101,6 +101,7 @@ class InspectConfig(Settings):
     )
 
 
+@with_sections
 @dataclass(frozen=True)
 class TrainConfig(Settings):
     """A training run."""
@@ -173,7 +174,6 @@ class TrainConfig(Settings):
     trackers: list[TrackerConfig] = setting(list, "further trackers: tensorboard, wandb, trackio", aliases=("logger",))
     callbacks: list[CallbackConfig] = setting(list, "your callbacks, which `plugins` register")
     distributed: DistributedConfig = setting(DistributedConfig(), "the rendezvous and timeouts of several processes")
-    islands: IslandsConfig = setting(IslandsConfig(), "training at several sites (`gregale island`)")
 
     def __post_init__(self):
         super().__post_init__()
@@ -206,9 +206,8 @@ class TrainConfig(Settings):
         self._check_evaluation()
         if self.model.scalings:
             self._check_scalings()
-        if self.islands.lockstep and self.checkpoint.seconds is not None:
-            reason = ", but with islands.lockstep all islands save after the same round. Give a number of steps."
-            raise KeyedError("checkpoint.every", f"is {shown(self.checkpoint.every)}", reason)
+        for section in self.sections.values():
+            section.check(self)
         if self.export.every is not None and is_url(self.runs):
             reason = ", but the run is in a store. Leave it out: `gregale export` writes a checkpoint to a disk."
             raise KeyedError("export.every", f"is {self.export.every}", reason)
@@ -219,6 +218,16 @@ class TrainConfig(Settings):
                 "and is kept for all stages. Make the others a run of their own, and name the first run in start_from "
                 "of the second."
             )
+
+    @property
+    def sections(self) -> dict[str, Section]:
+        """The registered sections by key."""
+        return {key: vars(self)[key] for key in REGISTERED}
+
+    @property
+    def fleet(self) -> Section:
+        """The section that joins this run with others over a network; a section without effect if it is alone."""
+        return next((each for each in self.sections.values() if each.joins), Section())
 
     @cached_property
     def each_stage(self) -> tuple[Stage, ...]:

@@ -22,12 +22,13 @@ from gregale.errors import UserError
 from gregale.evaluation.tasks import Task
 from gregale.runs.history import flat
 from gregale.runs.plugins import code_digests
+from gregale.runs.sections import section_classes
 
 # Keys in which the processes of a run may differ: keys of a host, keys that only process 0 reads, and paths of text,
 # tokenizers and tasks, whose content is compared instead (`data_terms`). All other keys must be equal.
 MAY_DIFFER = (
     *("distributed.coordinator", "distributed.process", "distributed.token_file"),
-    *("islands.bind", "islands.address", "islands.token_file"),
+    *(f"{key}.{each}" for key, kind in section_classes().items() for each in kind.host_keys),
     *("compilation_cache", "data.cache", "data.local_cache", "data.workers", "trackers"),
     *(f"data.{group}.*.{key}" for group in ("sources", "validation") for key in ("files", "exclude", "path")),
     *("data.tokenizer.path", "evaluation.tasks"),

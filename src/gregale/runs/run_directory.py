@@ -18,6 +18,7 @@ from gregale.runs.config_diff import Change, changes
 from gregale.runs.parsing import decoded, dump, load
 from gregale.runs.run_lock import LOCK
 from gregale.runs.run_paths import RunPaths, is_evaluation
+from gregale.runs.sections import REGISTERED
 from gregale.storage import ObjectPath, RetryPolicy, StoragePath, StoreError, parallel_map, write_bytes
 from gregale.storage.jsonl import Entries, read_entries
 from gregale.version import __version__
@@ -103,8 +104,9 @@ class RunDirectory(RunPaths):
         return config if same else replace(config, sync=sync, reduce=reduce)
 
     def _at(self, config: TrainConfig, step: int) -> TrainConfig:
-        """Return the configuration of a checkpoint's stage; for islands the fleet's rounds decide, not the step."""
-        number = self._metadata(step).get("islands", {}).get("stage")
+        """Return the configuration of a checkpoint's stage: that of its step, or the one that a section recorded."""
+        metadata = self._metadata(step)
+        number = next((each["stage"] for key in REGISTERED if "stage" in (each := metadata.get(key, {}))), None)
         return config.at(step) if number is None else config.each_stage[min(number, len(config.stages))].config
 
     def _metadata(self, step: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from gregale.runs.history import LARGEST, flat
 from gregale.runs.parsing import read_yaml
 from gregale.runs.run_lock import is_being_trained
 from gregale.runs.run_paths import RunPaths, is_evaluation
+from gregale.runs.sections import section_classes
 from gregale.storage import StoragePath, StoreError, files_below, names, parallel_map, read_range, status
 from gregale.storage.jsonl import HIGHEST_STEP, Entry, entry_of, read_entries
 
@@ -52,7 +53,7 @@ class Summary:
     tokens: float | None = None
     tokens_per_second: float | None = None
     mfu: float | None = None
-    bytes_sent: float | None = None  # by a device over `replica`, or by an island since its last start
+    bytes_sent: float | None = None  # by a device over `replica`, or over the network since the last start
     saved: int | None = None  # the step of the newest checkpoint
     began: str | None = None  # time of the first start, ISO 8601
 
@@ -184,7 +185,7 @@ def checkpoint_problem(run: RunPaths, noted: int | None) -> str | None:
 
 
 def _is_complete(run: RunPaths, config: Entry, saved: int | None, evaluation: Entry) -> bool:
-    """Return whether the last step is done, saved and evaluated; for an island, whether its fleet is complete."""
+    """Return whether the last step is done, saved and evaluated; in a fleet, whether the fleet is complete."""
     steps = config.get("steps")
     if saved is None or type(steps) is not int:
         return False
@@ -192,15 +193,16 @@ def _is_complete(run: RunPaths, config: Entry, saved: int | None, evaluation: En
     evaluates = evaluates or any(key.startswith("data.validation.") for key in config)
     if evaluates and not (evaluation.get("step") == saved and is_evaluation(evaluation)):
         return False
-    if config.get("islands.lighthouse") is None:
-        return saved >= steps
-    return _is_of_a_complete_fleet(run.checkpoints / folder_name(saved))
+    for key, kind in section_classes().items():
+        if config.get(f"{key}.{kind.joining_key}") is not None:
+            return _is_of_a_complete_fleet(run.checkpoints / folder_name(saved), key)
+    return saved >= steps
 
 
-def _is_of_a_complete_fleet(folder: StoragePath) -> bool:
-    """Return whether the metadata of an island's checkpoint state that the fleet has completed all rounds."""
+def _is_of_a_complete_fleet(folder: StoragePath, key: str) -> bool:
+    """Return whether the metadata of a checkpoint state, for a section, that the fleet has completed all rounds."""
     try:
-        return json.loads((root_of(folder) / METADATA).read_bytes())["islands"]["complete"] is True
+        return json.loads((root_of(folder) / METADATA).read_bytes())[key]["complete"] is True
     except (OSError, ValueError, LookupError, TypeError):
         return False
 

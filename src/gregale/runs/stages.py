@@ -11,14 +11,14 @@ from gregale.errors import KeyedError, UserError, below
 from gregale.runs.batch_ramp import FROM, STAGES
 from gregale.runs.config_diff import changes
 from gregale.runs.parsing import decoded
+from gregale.runs.sections import REGISTERED
 from gregale.settings import in_steps, shown
 from gregale.settings.decoding import TYPE, choice_name, join
 
 # Keys of the whole run, and of a process when it starts.
-OF_A_RUN = ("name", "runs", "steps", STAGES, "start_from", "islands")
+OF_A_RUN = ("name", "runs", "steps", STAGES, "start_from", *REGISTERED)
 OF_A_RUN += ("plugins", "cpu_devices", "compilation_cache", "distributed")
 JOINING = {"sync", "reduce"}  # keys with which the replicas are joined, and part anew
-OF_A_FLEET = ("sync", "reduce", "pipeline")  # likewise of an island: what its rounds consist of
 # Keys that are fixed when a run resumes with another configuration, but that a stage can change.
 BY_STAGE = ("batch.sequence_length", "model.rotary_base", "model.rotary_scaling")
 MIXTURES = "data.replica_mixtures"  # likewise, as long as there are as many
@@ -113,8 +113,7 @@ def first_step(given: Mapping[str, Any], key: str, before: int, steps: int) -> i
 def changed(config: Any, given: Mapping[str, Any], key: str) -> Any:
     """Return a configuration with the changes of a stage, which is at the dotted `key`."""
     own = {name: value for name, value in given.items() if name != FROM}
-    of_a_run = OF_A_RUN if config.islands.lighthouse is None else OF_A_RUN + OF_A_FLEET
-    if whole := [name for name in own if name in of_a_run]:
+    if whole := [name for name in own if name in (*OF_A_RUN, *config.fleet.run_keys)]:
         raise KeyedError(join(key, whole[0]), "is given", f", but `{whole[0]}` holds for the whole run. Leave it out.")
     try:
         found = decoded(type(config), merged(draccus.encode(config), own))

@@ -28,8 +28,12 @@ from cryptography.hazmat.primitives.serialization import Encoding, load_pem_priv
 from gregale.atomic_files import is_held
 from gregale.cli import main
 from gregale.errors import UserError
+from gregale.islands.config import IslandsConfig
+from gregale.islands.driver import with_own_addresses
 from gregale.islands.protocol.headers import FORMAT, Header
 from gregale.islands.protocol.wire import GarbageError
+from gregale.islands.run import checked_token
+from gregale.islands.steps import StatusTracker
 from gregale.islands.transport import tls
 from gregale.islands.transport.certificates import (
     PLAIN,
@@ -45,10 +49,6 @@ from gregale.islands.transport.group import Group, GroupFailed
 from gregale.islands.transport.lighthouse import NAME, Lighthouse
 from gregale.islands.transport.revocations import Revocations, list_beside, lock_of
 from gregale.islands.transport.tls import read_credentials, tls_contexts
-from gregale.islands.view_poller import with_own_addresses
-from gregale.programs.island.command import checked_token
-from gregale.programs.island.status import StatusTracker
-from gregale.runs.islands import IslandsConfig
 from tests.islands.transport.test_lighthouse import TIMING, WAIT_SECONDS
 
 BEAT = {"format": FORMAT, "kind": "beat", "session": "s", "stalled": "", "round": -1, "here": True, "met": True}

@@ -27,7 +27,7 @@ def test_the_lighthouse_runs_without_jax():
     program = (
         "import sys\n"
         "sys.modules['jax'] = None\n"
-        "import gregale.programs.lighthouse, gregale.islands.transport.group, gregale.islands.transport.transfer\n"
+        "import gregale.islands.lighthouse, gregale.islands.transport.group, gregale.islands.transport.transfer\n"
         "from gregale.islands.transport.lighthouse import Lighthouse\n"
         "Lighthouse('127.0.0.1:0', b'a token of the fleet').close()\n"
     )

@@ -13,7 +13,7 @@ from itertools import repeat
 import numpy as np
 import pytest
 
-from gregale.islands.exchange import dead_peers
+from gregale.islands.driver import dead_peers
 from gregale.islands.protocol.headers import Peer
 from gregale.islands.protocol.settings import LAN
 from gregale.islands.protocol.wire import unpack

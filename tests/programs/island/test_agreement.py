@@ -12,15 +12,15 @@ from gregale.data.sources import SourceConfig, TextSource
 from gregale.distributed.rendezvous import difference, from_text
 from gregale.errors import UserError
 from gregale.islands.protocol.wire import pack, read_texts, to_texts
-from gregale.programs.island.stages import agreement, check_mixtures, disagreement
+from gregale.islands.run import agreement, check_mixtures, disagreement
+from gregale.islands.section import IslandsSection
 from gregale.runs.config import TrainConfig
-from gregale.runs.islands import IslandsConfig
 
 CORPUS: Any = SimpleNamespace(stores={}, tokenizer=SimpleNamespace(fingerprint="t"), fingerprint="d")
 
 
 def settings(**islands: Any) -> dict[str, str]:
-    return of_stages(TrainConfig("tiny", 4, islands=IslandsConfig(**islands)))
+    return of_stages(TrainConfig("tiny", 4, islands=IslandsSection(**islands)))
 
 
 def of_stages(config: TrainConfig, *rounds: int) -> dict[str, str]:

@@ -8,9 +8,9 @@ import pytest
 from gregale.distributed.rendezvous import canonical
 from gregale.errors import UserError
 from gregale.islands.protocol.headers import seed
+from gregale.islands.run import check_prolonged, check_restored
+from gregale.islands.steps import StatusTracker
 from gregale.methods.schedule import Schedule
-from gregale.programs.island.command import check_prolonged, check_restored
-from gregale.programs.island.status import StatusTracker
 
 
 def test_what_was_saved_has_to_be_of_one_round_on_all_hosts():

@@ -16,14 +16,14 @@ from gregale.checkpoint.files import not_finite
 from gregale.checkpoint.store import Checkpoints
 from gregale.distributed.liveness import Phase, Progress, ThreadProgress
 from gregale.distributed.signals import StopRequest
-from gregale.islands.host_worker import OuterSnapshot
+from gregale.islands.hosts import OuterSnapshot
+from gregale.islands.outer import HostOuter
 from gregale.islands.protocol.headers import seed
+from gregale.islands.run import CheckpointStagger, IslandSaving, rounds_of
+from gregale.islands.steps import IslandResources, IslandSteps, LeasedBatches, without_nonfinite
 from gregale.islands.trainer_command import ApplyRound, Finish, LoadOuterState, RoundPacing, SendMessage
-from gregale.methods.island_outer import HostOuter
 from gregale.methods.method import StepMetrics
 from gregale.methods.schedule import Schedule
-from gregale.programs.island.saving import CheckpointStagger, IslandSaving, rounds_of
-from gregale.programs.island.steps import IslandResources, IslandSteps, LeasedBatches, without_nonfinite
 from gregale.programs.runtime.batches import Placement
 from gregale.programs.train.next_programs import NextPrograms
 from gregale.programs.train.resume import Start

@@ -9,10 +9,10 @@ import pytest
 
 from gregale.axes.layout import make_mesh
 from gregale.errors import UserError
-from gregale.islands.stages import stage_rounds
-from gregale.methods.island import Island
-from gregale.methods.island_outer import HostOuter
-from gregale.programs.island.stages import compile_programs, moved
+from gregale.islands.method import Island
+from gregale.islands.outer import HostOuter
+from gregale.islands.run import compile_programs, moved
+from gregale.islands.state import stage_rounds
 from gregale.programs.plan.shapes import abstract_batch
 from gregale.programs.runtime.expert_parallelism import set_up
 from gregale.programs.runtime.setup import Setup

@@ -6,9 +6,9 @@ import pytest
 
 from gregale.cli import main
 from gregale.errors import UserError
-from gregale.programs.lighthouse import LighthouseOptions
-from gregale.programs.lighthouse import main as lighthouse
-from gregale.programs.local_fleet import folder_of
+from gregale.islands.lighthouse import LighthouseOptions
+from gregale.islands.lighthouse import main as lighthouse
+from gregale.islands.local_fleet import folder_of
 from gregale.runs.config import TrainConfig
 
 

@@ -9,7 +9,7 @@ import pytest
 from gregale.atomic_files import is_process_dead
 from gregale.distributed.rendezvous import read_token
 from gregale.errors import Busy
-from gregale.programs.local_fleet import claimed, end, end_of, make_token
+from gregale.islands.local_fleet import claimed, end, end_of, make_token
 
 
 def test_a_token_is_made_once_and_can_be_read(tmp_path):
@@ -40,7 +40,7 @@ def test_processes_end_with_a_parent_that_is_killed(tmp_path):
     """Nothing may train on behind the back of whoever killed the command."""
     parent = f"""
 import pathlib, time
-from gregale.programs import local_fleet
+from gregale.islands import local_fleet
 local_fleet.GREGALE = ({sys.executable!r}, "-c", "import time; time.sleep(600)")
 child = local_fleet.start([], pathlib.Path({str(tmp_path / "out")!r}))
 print(child.pid, flush=True)
@@ -67,7 +67,7 @@ def test_an_error_is_called_one_by_its_reader_alone(tmp_path):
 def test_a_lighthouse_that_does_not_start_says_why(tmp_path):
     config = tmp_path / "tiny.yaml"
     config.write_text("name: tiny\nsteps: 4\nsync: {type: diloco}\n")
-    wrong = "from gregale.programs import local_fleet; local_fleet.GREGALE += ('--lighthouse',)"
+    wrong = "from gregale.islands import local_fleet; local_fleet.GREGALE += ('--lighthouse',)"
     command = [sys.executable, "-c", f"{wrong}; from gregale.cli import main; main(['islands', 'tiny.yaml'])"]
     said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stderr
     assert said.startswith("gregale: error: the lighthouse did not start: there is no command `--lighthouse`.")

@@ -3,8 +3,8 @@
 import math
 from dataclasses import dataclass, field, replace
 
+from gregale.islands.config import IslandsConfig
 from gregale.islands.protocol.ledger import LeasePolicy
-from gregale.runs.islands import IslandsConfig
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import json
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gregale.atomic_files import write_bytes
@@ -11,8 +11,7 @@ from gregale.data.tokenizers import FileConfig, vocabulary_size
 from gregale.errors import UserError
 from gregale.programs.command import Command
 from gregale.programs.plan.devices import Target, simulated_target, topology_target
-from gregale.programs.plan.island import as_island, island_of
-from gregale.programs.plan.report import report_of
+from gregale.programs.plan.report import joining_costs, report_of
 from gregale.programs.plan.search import SearchOptions, search
 from gregale.programs.plan.search_text import print_search
 from gregale.programs.plan.step import CODE, STEP, UNTIL, plan_step
@@ -64,7 +63,7 @@ class PlanOptions(Settings):
 
 def main(options: PlanOptions, config: TrainConfig) -> int:
     """Compile the programs of a run, print the report; return 3 if they do not fit and `require_fit` is set, else 0."""
-    config = as_island(config, options.count)
+    config = planned(config, options.count)
     if options.topology is None:
         target = simulated_target(config, options.devices, options.chip)
     else:
@@ -84,12 +83,19 @@ def main(options: PlanOptions, config: TrainConfig) -> int:
         for name, program in plan.programs.items():
             path = options.hlo if name == STEP else options.hlo.with_stem(f"{options.hlo.stem}.{name}")
             write_text(path, program.text)
-    report = report_of(plan, tokens, options.link_gbit_per_second, island_of(plan.setup, options.count))
+    report = report_of(plan, tokens, options.link_gbit_per_second, joining_costs(plan.setup, options.count))
     if options.json:
         print(json.dumps(report, indent=2))
     else:
         print_report(report, Console())
     return DOES_NOT_FIT if options.require_fit and not report["fits"] else 0
+
+
+def planned(config: TrainConfig, count: int | None) -> TrainConfig:
+    """Return the configuration of one of `count` runs that a network joins; None: as configured."""
+    sections = {key: (each, each.planned(count)) for key, each in config.sections.items()}
+    changed = {key: now for key, (before, now) in sections.items() if now is not before}
+    return replace(config, **changed) if changed else config
 
 
 def with_what_is_left_out(config: TrainConfig, target: Target) -> TrainConfig:

@@ -12,10 +12,8 @@ from gregale.axes.mapping import mapping_rows
 from gregale.axes.parameters import parameter_count
 from gregale.formatting import listed
 from gregale.huggingface.families import parameters_of
-from gregale.methods.island import Island
 from gregale.model.execution import execution
 from gregale.programs.plan.devices import Target
-from gregale.programs.plan.island import IslandPlan
 from gregale.programs.plan.methods import methods_of
 from gregale.programs.plan.optimizer_traffic import optimizer_note
 from gregale.programs.plan.remedies import remedies
@@ -33,15 +31,16 @@ from gregale.programs.plan.step import MEMORY, STEP, Plan, Program
 from gregale.programs.runtime.expert_parallelism import choice_of, in_places
 from gregale.programs.runtime.parameter_groups import parameter_groups
 from gregale.programs.runtime.setup import Setup
+from gregale.runs.sections import JoiningCosts, section_classes
 
 
 def report_of(
-    plan: Plan, tokens: int, link_gbit_per_second: float | None, island: IslandPlan | None = None
+    plan: Plan, tokens: int, link_gbit_per_second: float | None, joining: JoiningCosts | None = None
 ) -> dict[str, Any]:
     """Return the full report for JSON.
 
-    - `link_gbit_per_second`: the link of a replica, or of an island's host, to the others; None: the chips' network
-    - `island`: None if the run is no island
+    - `link_gbit_per_second`: the link of a replica, or of a run's host, to the others; None: the chips' network
+    - `joining`: the costs of joining the run with others; None if it is alone
     """
     setup, target = plan.setup, plan.target
     config, in_closed_form = setup.config, has_closed_forms(setup)
@@ -51,7 +50,7 @@ def report_of(
     far = link_bytes_per_second(target, setup, link_gbit_per_second)
     bandwidth = None if far is None else far / devices_of_a_replica(setup)
     bound = plan.roofline(bandwidth) if in_closed_form else None
-    memory = memory_of(plan, island)
+    memory = memory_of(plan, joining)
     programs = {name: program_of(plan, program, bandwidth) for name, program in plan.programs.items()}
     return {
         "name": config.name,
@@ -82,10 +81,16 @@ def report_of(
         "programs": programs,
         "roofline": None if bound is None else {**bound_to_dict(bound), "sent_bytes": plan.link_bytes},
         "link_gbit_per_second": None if far is None else far / GBIT,
-        "methods": {} if island else methods_of(setup, bound, far),
-        "island": island.to_dict(bound, link_gbit_per_second) if island else None,
+        "methods": {} if joining else methods_of(setup, bound, far),
+        **dict.fromkeys(each.costs_key for each in section_classes().values()),
+        **({config.fleet.costs_key: joining.to_dict(bound, link_gbit_per_second)} if joining else {}),
         "notes": notes_of(plan, programs),
     }
+
+
+def joining_costs(setup: Setup, count: int | None) -> JoiningCosts | None:
+    """Return the costs of joining a run with others; None if it is alone. `count`: runs; None: as configured."""
+    return setup.config.fleet.costs(setup.method, count)
 
 
 def bound_to_dict(bound: Roofline) -> dict[str, Any]:
@@ -139,13 +144,14 @@ def link_bytes_per_second(target: Target, setup: Setup, link_gbit_per_second: fl
     return None if network is None else network / target.devices_a_chip * devices_of_a_replica(setup)
 
 
-def memory_of(plan: Plan, island: IslandPlan | None) -> dict[str, Any]:
+def memory_of(plan: Plan, joining: JoiningCosts | None) -> dict[str, Any]:
     """Return bytes on one device by tree, and at the peak of the largest program.
 
-    `activations` are the step's temporaries without the gradient buffers. An island adds `in_flight` to each program.
+    `activations` are the step's temporaries without the gradient buffers. Joining other runs adds `in_flight` to each
+    program.
     """
     temporaries, trees = plan.step.memory.temporaries, asdict(tree_bytes(plan.setup))
-    in_flight = 0 if island is None else island.traffic.device_bytes_in_flight()
+    in_flight = 0 if joining is None else joining.device_bytes_in_flight()
     shortage = plan.programs[plan.largest].shortage
     return {
         **trees,
@@ -283,11 +289,8 @@ def notes_of(plan: Plan, programs: dict[str, dict[str, Any]]) -> list[str]:
         )
     if plan.setup.config.pipeline is not None:
         notes.append("idle stages of a pipeline also compute, and the roofline includes that.")
-    if isinstance(plan.setup.method, Island):
-        notes.append(
-            "an island: the network estimates are for one host and the codecs' bytes, with all islands as members; "
-            "outer parameters and the outer optimizer are in host memory."
-        )
+    if note := plan.setup.config.fleet.costs_note:
+        notes.append(note)
     if plan.until == MEMORY and plan.target.topology is not None:
         notes.append(
             "compiled to the memory report: the peak excludes the program's code, some tens of MiB, and the report "

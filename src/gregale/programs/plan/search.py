@@ -23,9 +23,8 @@ from gregale.programs.plan.candidates import (
     setups,
 )
 from gregale.programs.plan.devices import Target
-from gregale.programs.plan.island import island_of
 from gregale.programs.plan.remedies import Remedy, cost, remedies
-from gregale.programs.plan.report import link_bytes_per_second, memory_of
+from gregale.programs.plan.report import joining_costs, link_bytes_per_second, memory_of
 from gregale.programs.plan.shapes import devices_of_a_replica, has_closed_forms, lacking
 from gregale.programs.plan.step import MEMORY, Plan, plan_step, scheduled_seconds, setup_for
 from gregale.programs.plan.text import size
@@ -74,7 +73,7 @@ class SearchOptions:
     """Options of a search besides the configuration."""
 
     link_gbit_per_second: float | None  # a replica's link to the others; None: its chips' share of the network
-    count: int | None  # number of islands, if the run is an island; see `gregale.programs.plan.island.island_of`
+    count: int | None  # number of runs that a network joins, if it joins this one; see `Section.costs`
     report: Callable[[str], object]  # takes a line before and after each compilation
 
 
@@ -201,7 +200,7 @@ class _Compiler:
         return replace(remedy, peak_bytes=peak, fits=peak <= plan.memory_bytes, compiled=True)
 
     def _peak(self, plan: Plan) -> int:
-        return memory_of(plan, island_of(plan.setup, self._options.count))["peak"]
+        return memory_of(plan, joining_costs(plan.setup, self._options.count))["peak"]
 
     def try_unrolled(self, best: ScoredCandidate) -> Counter[str]:
         """Compile the best candidate with unrolled layers; return the reasons if that is impossible."""

@@ -7,6 +7,7 @@ from gregale.audit.collectives import BETWEEN
 from gregale.axes.mapping import MAPPINGS
 from gregale.formatting import listed
 from gregale.programs.plan.step import STEP
+from gregale.runs.sections import section_classes
 from gregale.tables import print_table
 from gregale.terminal import Console
 
@@ -65,8 +66,9 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     _estimate(report["programs"], console)
     _speed(report, console)
     _methods(report, console)
-    if report["island"] is not None:
-        _island(report["island"], console)
+    for kind in section_classes().values():
+        if costs := report[kind.costs_key]:
+            kind.print_costs(costs, console)
     for note in report["notes"]:
         console.print(f"Note: {note}")
 
@@ -269,29 +271,6 @@ def _methods(report: dict[str, Any], console: Console) -> None:
     here = "utilisation" if link is None else f"utilisation at {link:g} Gbit/s"
     print_table(console, "Methods for the link between replicas", ("method", "Gbit/s for 90%", here), rows)
     console.print("Methods that the configuration does not name have its period, if it has one, and else defaults.")
-
-
-def _island(island: dict[str, Any], console: Console) -> None:
-    hidden = island["hidden_gbit_per_second"]
-    rows = [
-        ("sent in a round, at most", size(island["bytes_per_round"])),
-        (f"sent in {island['period']} steps", size(island["bytes_per_period"])),
-        ("outer parameters and optimizer, in host memory", size(island["host_bytes"])),
-        ("a round, in host memory, at most", size(island["host_bytes_in_flight"])),
-        ("error feedback, on a device", size(island["device_bytes"])),
-        ("a round, on a device, at most", size(island["device_bytes_in_flight"])),
-    ]
-    if island["step_seconds"] is not None:
-        rows.append(("no step waits from", "no link" if hidden is None else f"{hidden:.3g} Gbit/s"))
-    hosts = f", {island['hosts']} hosts each" if island["hosts"] > 1 else ""
-    print_table(console, f"One host of one of {island['members']} islands{hosts}", ("", ""), rows)
-    if island["step_seconds"] is None:
-        return
-    rows = [
-        (link, f"{each['round_seconds']:.3g} s", f"{each['utilisation']:.1%}") for link, each in island["links"].items()
-    ]
-    title = f"Rounds over a host's link, with steps of {island['step_seconds']:.3g} s (the roofline's)"
-    print_table(console, title, ("Gbit/s each way", "longest round", "utilisation"), rows)
 
 
 def with_settings(name: str, method: dict[str, Any]) -> str:

@@ -9,10 +9,11 @@ import numpy as np
 from gregale.formatting import NONE, format_quantity, format_setting
 from gregale.programs.report.runs import ReportRun, axes_of
 from gregale.runs.history import Column
+from gregale.runs.sections import section_classes
 from gregale.web.document import Html, colour_of, element, swatch, table
 
 END = 0.02  # the last share of a run, over which a loss is averaged
-NOT_COMPARED = {"name", "islands.name"}
+NOT_COMPARED = {"name", *(f"{key}.{each}" for key, kind in section_classes().items() for each in kind.naming_keys)}
 
 
 Value = Callable[[ReportRun], float | None]

@@ -88,14 +88,14 @@ def with_rank(layout: Layout, config: TrainConfig) -> Layout:
 
 def check_messages(config: TrainConfig, layout: Layout) -> None:
     """Raise `UserError` if messages are of values that `opt_state` splits more than once further than `params`."""
-    if not config.reduce.quantised and config.islands.lighthouse is None:
+    if not config.reduce.quantised and not config.fleet.joins:
         return
     for name in layout.opt_state:
         (further,) = further_splits((name,), layout)
         if more := [axis for axis in further if axis != REPLICA and layout.mesh.shape[axis] > 1]:
             raise UserError(
                 f"mapping.opt_state.{name} splits {name} over {more[0]}, which mapping.params does not: messages of "
-                f"{'islands' if config.islands.lighthouse else 'reduce.codec'} are a replica's part of a shard of "
+                f"{config.fleet.key or 'reduce.codec'} are a replica's part of a shard of "
                 f"`params`. Split {name} over {more[0]} in params too, or leave it out of opt_state."
             )
 

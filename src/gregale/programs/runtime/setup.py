@@ -225,10 +225,8 @@ def placed(config: TrainConfig, tokens: int, mesh: Mesh) -> Setup:
 
 
 def methods_of(config: TrainConfig, parts: MethodContext) -> Methods:
-    """Return the methods of a run: those of `sync` on the mesh, or those of one island."""
-    if config.islands.lighthouse is None:
-        return config.sync.build(parts)
-    return Methods(parts.psdp_on(parts.layout), config.sync.island(parts))
+    """Return the methods of a run: those of `sync` on the mesh, or those of the section that joins it with others."""
+    return config.fleet.build(config.sync, parts)
 
 
 def parts_of(config: TrainConfig, model, layout: Layout, callbacks: Sequence[Callback]) -> MethodContext:
@@ -307,7 +305,7 @@ def first_layers(config: TrainConfig, model, layout: Layout) -> int:
     Only TPUs overlap transfers between slices with compute. With several microbatches gradients are complete after the
     loop over them.
     """
-    joined = config.sync.separate_axis(layout) is None and config.islands.lighthouse is None
+    joined = config.sync.separate_axis(layout) is None and not config.fleet.joins
     joined = joined and config.adapter is None  # adapters are small
     scanned = config.pipeline is None and config.batch.microbatches == 1 and not config.reduce.quantised
     tpus = layout.mesh.devices.flat[0].platform == "tpu" and layout.replicas > 1

@@ -37,6 +37,7 @@ from gregale.runs.config_diff import Change, changes
 from gregale.runs.process_agreement import process_terms
 from gregale.runs.run_directory import RunDirectory
 from gregale.runs.run_lock import training
+from gregale.runs.sections import REGISTERED
 from gregale.runs.stages import number_after
 from gregale.settings import Settings, setting, whole
 from gregale.storage import storage_path
@@ -68,11 +69,7 @@ def main(options: TrainOptions, config: TrainConfig) -> int:
     The command checks the configuration, the devices and the data before it writes to the run directory. In a run of
     several processes, each process ends if another is lost.
     """
-    if config.islands.lighthouse is not None:
-        raise UserError(
-            "islands.lighthouse is set: this is an island of a fleet, which `gregale island` trains. To train it "
-            "alone, or with all replicas in one mesh, leave the key out (`--islands.lighthouse null`)."
-        )
+    config.fleet.check_alone()
     window = None if options.profile is None else Window.parse(options.profile, config.steps)
     with prepared(config, options.fresh, options.stage) as run:
         return train(run, window)
@@ -245,8 +242,7 @@ def prepared(config: TrainConfig, fresh: bool, stage: int | None = None) -> Iter
         step = by_first_process(run.newest_step, None) or (branch.step if branch else 0)
         number = number_after(config.each_stage, step)
         begun = stages[number]
-        is_island = config.islands.lighthouse is not None
-        notes = stages[-1].setup.config.sync.notes(begun.setup.layout, config.steps, is_island)
+        notes = stages[-1].setup.config.sync.notes(begun.setup.layout, config.steps, config.fleet.joins)
         for note in filter(None, (*left_out, describe(begun.setup, begun.corpus), *notes, optimizer_note(begun.setup))):
             console.message(note)
         checkpoints = open_checkpoints(begun.setup)
@@ -365,5 +361,5 @@ def train_stage(run: PreparedRun, start: Start, changed: Sequence[Change], profi
     return run.exit_code(steps, evaluation.latest, stopped)
 
 
-READS = tuple(each.name for each in fields(TrainConfig) if each.name != "islands")
+READS = tuple(each.name for each in fields(TrainConfig) if each.name not in REGISTERED)
 COMMAND = Command(main=main, options=TrainOptions, config=TrainConfig, reads=READS, positional=("config",))

@@ -17,8 +17,6 @@ from gregale.data.tokenizer_training import naming
 from gregale.data.tokenizers import fewest_tokens
 from gregale.errors import UserError
 from gregale.evaluation.tasks import read_tasks
-from gregale.islands.stages import stage_rounds
-from gregale.methods.island import Island
 from gregale.methods.method import Method
 from gregale.programs.plan.shapes import abstract_batch
 from gregale.programs.runtime.evaluation import Evaluator, evaluation_text
@@ -110,14 +108,13 @@ def check_stages(config: TrainConfig) -> list[Setup]:
             check_installed(stage.config.trackers)
             setups.append(stage_setup(stage.config, fewest_tokens(stage.config.data.tokenizer)))
             read_tasks(stage.config.evaluation.tasks)
-    if config.islands.lighthouse is not None:
-        stage_rounds(config, [setup.method for setup in setups if isinstance(setup.method, Island)])
+    config.fleet.check_stages(config, [setup.method for setup in setups])
     return setups
 
 
 def stage_setup(config: TrainConfig, tokens: int) -> Setup:
     setup = set_up(config, tokens, make_mesh(config.mesh, jax.devices()[: config.cpu_devices]))
-    if config.islands.lighthouse is None:
+    if not config.fleet.joins:
         check_replicas(config, setup.layout)
     return setup
 

@@ -1,4 +1,7 @@
-"""`gregale islands key`: makes the key of one island, signed by the fleet's authority, which the token gives."""
+"""`gregale islands key` makes the key of one island, and `gregale islands revoke` ends its keys so far.
+
+The fleet's authority signs both; the token gives it.
+"""
 
 import os
 from dataclasses import dataclass, field
@@ -8,10 +11,10 @@ from pathlib import Path
 from gregale.atomic_files import remove
 from gregale.data.sources.base import expand
 from gregale.errors import UserError
-from gregale.islands.transport.revocations import Revocations
+from gregale.islands.config import IslandsConfig
+from gregale.islands.transport.revocations import Revocations, list_beside
 from gregale.islands.transport.tls import certificates, read_credentials, tls_contexts
 from gregale.programs.command import Command
-from gregale.runs.islands import IslandsConfig
 from gregale.settings import Range, Settings, setting
 from gregale.streams import say
 
@@ -30,7 +33,7 @@ class KeyOptions(Settings):
         check_name(self.name)
 
 
-def main(options: KeyOptions) -> int:
+def make_key(options: KeyOptions) -> int:
     """Write a key file that only its owner may read; a file that exists is not overwritten."""
     path, token, revoked = authority(options.token_file)
     out = Path(expand(options.out or f"{options.name}.key", "out"))
@@ -69,4 +72,33 @@ def authority(token_file: str) -> tuple[Path, bytes, Revocations]:
     return path, token, tls_contexts(token).revoked
 
 
-COMMAND = Command(main=main, options=KeyOptions, positional=("name",))
+KEY = Command(main=make_key, options=KeyOptions, positional=("name",))
+
+
+@dataclass(frozen=True)
+class RevocationOptions(Settings):
+    name: str = field(metadata={"help": "islands.name of the island; all its keys so far end"})
+    token_file: str = TOKEN_FILE
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_name(self.name)
+
+
+def revoke(options: RevocationOptions) -> int:
+    """Add one to the number of revocations of a name, and sign it."""
+    path, token, revoked = authority(options.token_file)
+    with revoked.rewriting():  # of two commands, the second reads what the first wrote
+        count = revoked.count(options.name) + 1
+        signature = certificates().signed_revocation(token, options.name, count)
+        revoked.merge({options.name: [count, signature]})
+    say(
+        f"Revocation {count} of {options.name} is in {list_beside(path)}: it ends the keys of {options.name} that were "
+        f"made with fewer than {count} revocations; the same command again ends later ones. A lighthouse with this "
+        "token_file reads that within a second and tells the islands. For another one, copy it beside its token_file: "
+        "TOKEN_FILE.revoked."
+    )
+    return 0
+
+
+REVOKE = Command(main=revoke, options=RevocationOptions, positional=("name",))

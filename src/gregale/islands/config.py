@@ -3,6 +3,7 @@
 import re
 import socket
 from dataclasses import dataclass
+from typing import Any
 
 from gregale.errors import KeyedError
 from gregale.settings import Range, Settings, at_least, check_path, setting, shown, whole
@@ -106,3 +107,8 @@ class IslandsConfig(Settings):
     @property
     def own_name(self) -> str:
         return self.name or socket.gethostname()[:MAX_NAME]
+
+
+def settings_of(config: Any) -> IslandsConfig:
+    """Return the section of a `TrainConfig`, which has it as a registered section."""
+    return config.islands

@@ -1,70 +1,80 @@
 """`gregale island`: an ordinary run that trains at one site; DiLoCo synchronises it with others over a network."""
 
+import math
 import secrets
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from itertools import pairwise, repeat
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
 
 import gregale
+from gregale.checkpoint.files import not_finite
 from gregale.checkpoint.multihost import by_first_process, first_message, messages_of_all
+from gregale.checkpoint.store import Checkpoints
+from gregale.data.mixtures import Mixtures, with_mixture
+from gregale.data.preparation import Corpus
 from gregale.data.sources.base import expand
-from gregale.distributed.liveness import Phase
+from gregale.distributed.liveness import Elapsed, Phase
+from gregale.distributed.rendezvous import ABSENT, difference, format_term, from_text, to_text
 from gregale.errors import UserError
-from gregale.islands import outer_checkpoint
-from gregale.islands.data_leases import DataLeases
+from gregale.islands.config import IslandsConfig, settings_of
 from gregale.islands.driver import Driver
-from gregale.islands.follower import Follower
-from gregale.islands.host_connection import HostConnection, RemoteHost
-from gregale.islands.host_group import HostGroup, joint_digest
-from gregale.islands.host_worker import HostWorker, Timeouts
-from gregale.islands.inner_optimizer_state import expected
+from gregale.islands.hosts import Follower, HostConnection, HostGroup, HostWorker, RemoteHost, Timeouts, joint_digest
+from gregale.islands.method import Island
+from gregale.islands.outer import HostOuter
 from gregale.islands.protocol.headers import OuterRecord, seed
 from gregale.islands.protocol.ledger import LeasePolicy, digest_of
 from gregale.islands.protocol.member import Member
 from gregale.islands.protocol.member_state import Identity
 from gregale.islands.protocol.settings import Rules, heal_seconds, timing_of
 from gregale.islands.protocol.trainer_side import REDUCES
-from gregale.islands.stages import fleet_mixtures, stage_rounds
+from gregale.islands.protocol.wire import Columns, unpack
+from gregale.islands.state import (
+    DataLeases,
+    expected,
+    fleet_mixtures,
+    keep_rounds,
+    read_outer,
+    stage_rounds,
+    write_outer,
+)
+from gregale.islands.steps import IslandResources, IslandSteps, StatusTracker
 from gregale.islands.trainer_command import RoundPacing
 from gregale.islands.transport.coordinator import CoordinatorClient, headers_of_fleet
 from gregale.islands.transport.lighthouse import NAME
 from gregale.islands.transport.server import Server
 from gregale.islands.transport.tls import NEW_KEY, read_credentials
-from gregale.methods.island_outer import HostOuter
 from gregale.methods.schedule import Schedule
 from gregale.programs.command import Command
-from gregale.programs.island.saving import IslandSaving
-from gregale.programs.island.stages import (
-    agreement,
-    check_mixtures,
-    compilations,
-    compile_programs,
-    disagreement,
-    island_of,
-    next_start,
-)
-from gregale.programs.island.status import StatusTracker
-from gregale.programs.island.steps import IslandResources, IslandSteps
+from gregale.programs.plan.shapes import abstract_batch
+from gregale.programs.runtime.checkpointed import spike_window
+from gregale.programs.runtime.memory import check_program
+from gregale.programs.runtime.setup import Setup
+from gregale.programs.runtime.trained_model import Base
 from gregale.programs.train.command import PreparedRun, prepared
-from gregale.programs.train.evaluation import Evaluation
+from gregale.programs.train.evaluation import Evaluation, Saving
 from gregale.programs.train.loop import Loop
-from gregale.programs.train.resume import Start
+from gregale.programs.train.resume import Start, converted
+from gregale.programs.train.stages import OF_A_STEP, OF_AN_EVALUATION, PreparedStage
 from gregale.programs.train.step_log import DataPosition, Observers, StepLog, Traffic
+from gregale.programs.train.steps import Steps
 from gregale.runs.config import TrainConfig
 from gregale.runs.config_diff import changes
 from gregale.runs.history import ROUNDS
-from gregale.runs.islands import IslandsConfig
+from gregale.runs.process_agreement import data_terms, is_trained_on, matches, terms_of
 from gregale.runs.run_directory import RunDirectory
 from gregale.settings import setting
 from gregale.storage import StoragePath, StoreError, write_bytes
 from gregale.storage.jsonl import ResumePoint, lines_at
-from gregale.tracking.callback import Callbacks, RunInfo
+from gregale.tracking.callback import Callbacks, Metrics, Pause, RunInfo
 from gregale.tracking.trackers import open_trackers
+from gregale.training.state import TrainState, state_shardings
 
 ADDRESS, OUTER = "island.address", "outer"
 LEASE_PERIODS = 4
@@ -85,8 +95,8 @@ class IslandOptions:
 
 def main(options: IslandOptions, config: TrainConfig) -> int:
     """Train as one island; return 0 if the fleet's run is complete, 128 + the signal's number if it left before."""
-    token = checked_token(config.islands)
-    headers_of_fleet(config.islands.coordinators, token)  # refuses another token, before data are prepared
+    token = checked_token(settings_of(config))
+    headers_of_fleet(settings_of(config).coordinators, token)  # refuses another token, before data are prepared
     with prepared(config, options.fresh) as run:
         return train(run, token)
 
@@ -132,7 +142,7 @@ def train(run: PreparedRun, token: bytes) -> int:
     info, config = run.record_start(start, changed), run.config
     run.stop.unsaved = lambda: True  # an island tells its peers that it leaves
     with ExitStack() as stack:
-        status = StatusTracker(config.islands.own_name, config.steps, start.step)
+        status = StatusTracker(settings_of(config).own_name, config.steps, start.step)
         resources = join(run, start, token, status, rules)
         stack.callback(resources.close, run.console.message)
         status.state = "joining"
@@ -153,7 +163,7 @@ def check_agrees(run: PreparedRun, token: bytes, rules: Rules) -> None:
 
     It asks again when the heartbeats of a fleet that has just ended have expired.
     """
-    islands, stages = run.config.islands, [(stage.setup.config, stage.corpus) for stage in run.stages]
+    islands, stages = settings_of(run.config), [(stage.setup.config, stage.corpus) for stage in run.stages]
     agreed = agreement(stages, rules.stages, [""] * jax.process_count())
     for seconds in (1.2 * timing_of(islands).heartbeat_seconds, 0.0):
         fleet = headers_of_fleet(islands.coordinators, token)
@@ -173,7 +183,7 @@ def check_prolonged(schedule: Schedule, steps: int, round: int) -> None:
 
 
 def rules_of(run: PreparedRun) -> Rules:
-    islands, methods = run.config.islands, [island_of(stage.setup) for stage in run.stages]
+    islands, methods = settings_of(run.config), [island_of(stage.setup) for stage in run.stages]
     held = islands.lease_steps or LEASE_PERIODS * methods[0].schedule.period  # at least half of it always
     return Rules(
         islands.min_members,
@@ -250,7 +260,7 @@ def join(run: PreparedRun, start: Start, token: bytes, status: StatusTracker, ru
     """Return this host's outer state and trainer controller, which starts to look for the fleet."""
     setup, directory, say = run.setup, run.directory, run.console.message
     config, island = setup.config, island_of(setup)
-    islands, schedule, timing = config.islands, island.schedule, timing_of(config.islands)
+    islands, schedule, timing = settings_of(config), island.schedule, timing_of(settings_of(config))
     host = jax.process_index()
     folder = directory.path / (OUTER if host == 0 else f"{OUTER}-{host}")  # of this host's shards of the outer state
     outer = HostOuter(island)
@@ -331,7 +341,7 @@ def note_stalled(run: RunDirectory, line: str | None) -> None:
 
 def restore(outer: HostOuter, folder: StoragePath, number: int) -> OuterRecord:
     """Load the saved outer state of a round; return its record. Raises `UserError` if it cannot be used."""
-    read = outer_checkpoint.read(folder, number)
+    read = read_outer(folder, number)
     try:
         outer.load(read.arrays, read.versions)
         outer.load_own(read.own)
@@ -377,3 +387,225 @@ def run_on_all(action: Callable[[], T]) -> T:
         raise UserError(failed)
     assert done is not None
     return done
+
+
+class IslandSaving(Saving):
+    """Saves both states: the outer one, which is in memory already, then the inner one in the background."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        corpus: Corpus,
+        checkpoints: Checkpoints,
+        observers: Observers,
+        steps: IslandSteps,
+        counts: tuple[Traffic, DataPosition],
+        resources: IslandResources,
+    ):
+        super().__init__(setup, corpus, checkpoints, observers, steps, counts)
+        self._island, self._resources = steps, resources
+        self._stagger = CheckpointStagger(setup.config.checkpoint.steps, resources.controller.pace)
+
+    def turns(self, seconds: float) -> Elapsed:
+        """Return turns by clocks that count from the same time at all sites, so that offsets keep them apart."""
+        return Elapsed(seconds, time.time, begin=0.0)
+
+    def _is_due(self, step: int) -> bool:
+        island = self._island
+        if self._elapsed is not None:
+            return self._elapsed.is_due(step, island.save_offset)
+        ended = island.ended or island.ended_stage
+        return not ended and self._stagger.is_due(island.arrived, island.save_offset)
+
+    def after_step(self, pause: Pause) -> Metrics:
+        resources, island = self._resources, self._island
+        if island.ended or island.ended_stage:  # a round may have ended since the last save of this step
+            self._checkpoints.outdate(pause.step)
+        outer, moment = resources.controller.side
+        if outer is None or pause.step == 0:
+            return {}
+        is_broken = not island.ended and not_finite(pause.state.method)
+        if is_broken and first_message("it has peers" if resources.controller.diverged() else None):
+            return {}  # the next command replaces the state on all hosts
+
+        def save_outer() -> None:
+            keep_rounds(resources.folder, rounds_of(self._checkpoints) | {outer.round})
+            leaves, own_leaves = resources.outer.leaves(moment), resources.outer.own_leaves(moment)
+            write_outer(resources.folder, outer, leaves, own_leaves)
+            self._observers.callbacks.flush()
+            resources.flush()
+
+        counted = {
+            "round": outer.round,
+            "seen": island.seen(),
+            "complete": island.complete,
+            "stage": island.stage,
+            **resources.controller.to_save(island.batches),
+        }
+        self._save(pause, {"islands": counted}, save_outer)
+        return {}
+
+
+def rounds_of(checkpoints: Checkpoints) -> set[int]:
+    """Return the rounds of the checkpoints, whose outer states must be kept.
+
+    An unreadable checkpoint has none. Raises `StoreError` if the store fails, because that checkpoint may be valid.
+    """
+    found = set()
+    for step in checkpoints.steps():
+        try:
+            found.add(checkpoints.metadata(step)["islands"]["round"])
+        except StoreError:
+            raise
+        except (UserError, KeyError):
+            continue
+    return found
+
+
+class CheckpointStagger:
+    """Save turns: once in `every` steps of the fleet's schedule, at this island's offset; never with `every` None.
+
+    So the islands save one after the other. After the loss of a whole fleet, the newest of their checkpoints is younger
+    than `every` steps. With offset k / R the turns are after k / R, 1 + k / R, ... times `every` steps.
+    """
+
+    def __init__(self, every: int | None, pace: RoundPacing):
+        self._every, self._pace = every, pace
+        self._last: int | None = None  # number of the last turn
+
+    def is_due(self, arrived: int | None, offset: float) -> bool:
+        """Return whether it is this island's turn, and take the turn; call it after each step.
+
+        - `arrived`: the newest round in its parameters; None: none yet
+        - `offset`: in [0, 1); a change of membership moves it, which may delay a turn by up to `every` steps
+        """
+        if self._every is None or arrived is None:
+            return False
+        turn = math.floor(self._pace.round_step(arrived) / self._every - offset)
+        last = math.floor(self._pace.round_step(arrived - 1) / self._every - offset)
+        last = last if self._last is None else self._last
+        self._last = max(turn, last)
+        return turn > last
+
+
+# Configuration keys. All islands share one order of examples. Batch sizes may differ: messages are weighted by their
+# tokens, and data is leased in batches of each island's own size.
+MUST_AGREE = (
+    *("steps", "seed", "model.*", "sync.*", "reduce.*", "pipeline", "pipeline.*"),
+    *("adapter", "adapter.type", "adapter.rank", "adapter.alpha", "adapter.scaling", "adapter.targets", "adapter.base"),
+    "objective.*",
+    "batch.sequence_length",
+    *("data.sources", "data.held_out", "data.shuffle", "data.cross_documents"),
+    *(f"data.sources.*.{key}" for key in ("weight", "packing", "long_documents")),
+    *("islands.min_members", "islands.min_members_to_start", "islands.lockstep", "islands.lease_steps"),
+    *("islands.outlier_factor", "islands.network"),
+)
+
+
+SHAPES = "the digest of the shapes of the mesh's shards"
+
+
+def island_of(setup: Setup) -> Island:
+    assert isinstance(setup.method, Island)
+    return setup.method
+
+
+def agreement(
+    stages: Sequence[tuple[TrainConfig, Corpus]], rounds: Sequence[int], shards: Sequence[str], base: Base | None = None
+) -> str:
+    """Return the settings and text that all islands must share, for an island's header.
+
+    - `stages`: the configuration and the text of each stage; of a later one the terms have what it changes
+    - `rounds`: after how many rounds each stage but the first begins
+    - `shards`: `shards_of` of each of the island's hosts
+    """
+    frozen = {} if base is None else {"the digest of the frozen weights": base.digest}
+    hosts = {"the number of an island's hosts": str(len(shards))}
+    heartbeat = timing_of(settings_of(stages[0][0])).heartbeat_seconds
+    seconds = {"islands.heartbeat_seconds": format_term(heartbeat)}
+    if (coordinators := len(settings_of(stages[0][0]).coordinators)) > 1:
+        seconds["the number of coordinators"] = str(coordinators)
+    shapes = {SHAPES: digest_of(list(shards))}
+    first, *_ = terms = [stage_terms(*stage) for stage in stages]
+    later = {f"stages.{number}.from": f"round {round}" for number, round in enumerate(rounds)}
+    for number, (before, now) in enumerate(pairwise(terms)):
+        keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+        later |= {f"stages.{number}.{key}": now.get(key, ABSENT) for key in keys}
+    return to_text(hosts | first | seconds | later | shapes | frozen)
+
+
+def disagreement(fleet: Columns, name: str, version: str, agreed: str) -> str:
+    """Return why most islands of a fleet would refuse this one before its shards and frozen weights are known; or "".
+
+    - `fleet`: the headers of its islands; those of earlier processes with this island's `name` do not count
+    - `version`, `agreed`: of this island; `agreement` without them
+    """
+    found = zip(*(unpack(fleet, key) for key in ("name", "version", "agreement")), strict=True) if fleet else ()
+    counts = Counter((theirs, text) for other, theirs, text in found if other != name)
+    if not counts:
+        return ""
+    (theirs, text), _ = counts.most_common(1)[0]
+    if theirs != version:
+        return f"the fleet runs Gregale {theirs} and this island {version}"
+    terms, own = from_text(text), {key: value for key, value in from_text(agreed).items() if key != SHAPES}
+    return difference({"the fleet": {key: terms[key] for key in own if key in terms}, "this island": own})
+
+
+def stage_terms(config: TrainConfig, corpus: Corpus) -> dict[str, str]:
+    settings = {key: value for key, value in terms_of(config).items() if matches(key, MUST_AGREE)}
+    return settings | {key: value for key, value in data_terms(corpus).items() if is_trained_on(key)}
+
+
+def check_mixtures(config: TrainConfig, number: int, mixtures: Mixtures) -> None:
+    """Raise `UserError` if a checkpoint has mixtures that are of none of the stages up to `number`."""
+    known = [(each.weighed, each.length) for each in fleet_mixtures(config, range(1, number + 1))]
+    if any((each.weighed, each.length) not in known for each in mixtures):
+        raise UserError(
+            "data.sources: the sources or their weights have changed, and all islands of a fleet have drawn from the "
+            "others. Put the old ones back and give the new ones in a stage that has not begun, or start another fleet "
+            "with a new name."
+        )
+
+
+def next_start(start: Start, steps: Steps, counts: tuple[Traffic, DataPosition], before: Setup, setup: Setup) -> Start:
+    """Return the point at which a stage begins: the state of the stage before, and the counts so far.
+
+    - `start`: of the stage before, which has made these `steps`
+    """
+    traffic, consumed = counts
+    examples = consumed.examples(steps.step)
+    mixtures = with_mixture(start.mixtures, examples, *setup.config.mixture)
+    state = moved(steps.state, before, setup, steps.step)
+    return Start(state, steps.step, traffic.bytes_sent(steps.step), examples, mixtures, start.base)
+
+
+def moved(state: TrainState, before: Setup, setup: Setup, step: int) -> TrainState:
+    """Return the state of a stage for the next one, as a checkpoint between them would give it.
+
+    On another mesh the errors of quantised messages begin from zero; another window of spikes begins empty.
+    """
+    method = setup.method
+    if before.layout.mesh.shape != setup.layout.mesh.shape:
+        state = state._replace(method=method.without_error(state.method))
+    if spike_window(before) != spike_window(setup):
+        state = state._replace(spikes=None)
+    places = state_shardings(method, state)
+    state = converted(setup, jax.device_put(state, places), step, method)
+    if state.spikes is None and setup.config.skip_spikes is not None:
+        state = state._replace(spikes=setup.new_spikes(step))
+    return state
+
+
+def compile_programs(stage: PreparedStage) -> None:
+    """Compile the programs of a stage, so that no island waits for a compiler later; raise `UserError` for memory."""
+    for of, compile_ in compilations(stage):
+        check_program(stage.setup, of, compile_())
+
+
+def compilations(stage: PreparedStage) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yield what each program of a stage is of, and a function that compiles it from shapes alone."""
+    setup, island = stage.setup, island_of(stage.setup)
+    state = setup.abstract_state()
+    yield from zip(repeat(OF_A_STEP), stage.stepper(island).compilations(state, abstract_batch(setup), [1]))
+    yield from zip(repeat("a round"), island.compilations(state.method))
+    yield from zip(repeat(OF_AN_EVALUATION), stage.evaluations(island, range(1, setup.config.steps + 1)))

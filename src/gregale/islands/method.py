@@ -2,7 +2,7 @@
 
 The arithmetic is that of `Diloco` in one mesh, but the average is computed outside of the compiled programs:
 
-    island = config.sync.island(parts)               # a Method: stepper, loop, evaluation, checkpoints take it as such
+    _, island = methods_of_island(sync, parts)       # a Method: stepper, loop, evaluation, checkpoints take it as such
     host = HostOuter(island)                         # theta and the outer optimizer, in this host's memory
     host.begin(state.psdp.parameters)
 
@@ -46,6 +46,8 @@ from gregale.communication.quantised import (
     updated,
 )
 from gregale.communication.reduce import ShardedLeaf, all_gather_params, leaves_of
+from gregale.errors import UserError
+from gregale.methods.config import DilocoConfig, MethodContext, Methods, SyncConfig
 from gregale.methods.diloco import mixed_with, pseudo_gradient
 from gregale.methods.method import Inspected, Limits, Method, Probe, PsdpState, SpikesConfig, StepMetrics
 from gregale.methods.psdp import Psdp
@@ -310,5 +312,64 @@ class Island(Method):
         return self.inner.trees(state.psdp)
 
     def traffic(self, step: ParameterShape) -> PsdpTraffic:
-        """Return the traffic of steps inside the island; `methods/island_traffic.py` has the network's."""
+        """Return the traffic of steps inside the island; `IslandTraffic` has the network's."""
         return self.inner.traffic(step)
+
+
+def as_island(method: Method) -> Island:
+    """Return the method of an island's run."""
+    assert isinstance(method, Island)
+    return method
+
+
+def rounds_of(sync: SyncConfig) -> DilocoConfig:
+    """Return the settings of rounds; raise `UserError` for a method that joins no islands."""
+    if (rounds := sync.outer_rounds) is None:
+        raise UserError(
+            f"sync.type is {sync.get_choice_name(type(sync))!r}, which joins no islands: steps would wait for the "
+            f"network between them. Choose sync.type diloco or streaming_diloco; inside of an island "
+            f"PSDP averages its replicas."
+        )
+    return rounds
+
+
+def methods_of_island(sync: SyncConfig, parts: MethodContext) -> Methods:
+    """Return PSDP, and the method of one island of a fleet; raise `UserError` if `sync` joins no islands.
+
+    - `parts.layout`: the island's own mesh
+    """
+    rounds = rounds_of(sync)
+    check_island(rounds, parts)
+    inner = parts.psdp_on(parts.layout)
+    outer, schedule = rounds.outer_optimizer(inner, parts), rounds.schedule_of(inner.model)
+    return Methods(inner, Island(inner, outer, schedule, rounds.mixing, parts.reduce, parts.compiler_options))
+
+
+def check_island(sync: DilocoConfig, parts: MethodContext) -> None:
+    """Raise `UserError` for settings that need replicas in one mesh."""
+    islands = parts.layout.mesh.shape[ISLAND]
+    if islands > 1:
+        raise UserError(
+            f"mesh.island is {islands}: these are islands in one mesh, which `gregale train` joins. An island of a "
+            f"fleet is a process of its own with a mesh of its own: set mesh.island to 1."
+        )
+    if (schedule := sync.schedule(layers=2**31)).delay > (most := sync.period // schedule.fragments):
+        raise UserError(
+            f"sync.delay is {schedule.delay}, and rounds come every sync.period / sync.fragments = {sync.period} / "
+            f"{schedule.fragments} steps: an island has one message on its way at a time, so a fragment arrives "
+            f"before the next one is sent. Set sync.delay to at most {most}."
+        )
+    refused = {
+        "sync.warmup_steps": (sync.warmup_steps, 0, "islands train apart from the first step"),
+        "sync.dropout": (sync.dropout, 0, "an island that misses a round misses it in earnest"),
+        "reduce.measure": (parts.reduce.measure, False, "the outer parameters are not on the devices"),
+    }
+    for key, (found, wanted, why) in refused.items():
+        if found != wanted:
+            raise UserError(f"{key} is {str(found).lower()}, but {why}. Set it to {str(wanted).lower()}.")
+    if sync.outer.clip_norm is not None and jax.process_count() > 1:
+        raise UserError(
+            f"sync.outer.clip_norm is {sync.outer.clip_norm:g}, but this island has {jax.process_count()} hosts, "
+            f"each of which has a part of the pseudo-gradient and would clip by the norm of that part. Set "
+            f"sync.outer.clip_norm to null."
+        )

@@ -17,6 +17,8 @@ from gregale.atomic_files import LockHeld, locked
 from gregale.data.sources.base import expand
 from gregale.distributed.devices import end_with_parent
 from gregale.errors import Busy, UserError
+from gregale.islands.config import settings_of
+from gregale.islands.method import rounds_of
 from gregale.programs.command import Command
 from gregale.programs.report.page import report_page, write_page
 from gregale.programs.watch.command import SECONDS, STORE_SECONDS, Screen, handled_signals, poll_all
@@ -135,7 +137,7 @@ class IslandsOptions(Settings):
 
 def main(options: IslandsOptions, config: TrainConfig) -> int:
     """Run a fleet until all its islands are complete, or until a signal; return 0 if all are complete."""
-    config.sync.check_joins_islands()
+    rounds_of(config.sync)
     folder = folder_of(config)
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
@@ -157,7 +159,7 @@ class Fleet:
 
     def __init__(self, options: IslandsOptions, config: TrainConfig, folder: Path, screen: Screen):
         self._options, self._folder, self._screen = options, folder, screen
-        self._islands = config.islands
+        self._islands = settings_of(config)
         self._token = folder / "token"
         make_token(self._token)
         self._stopped: str | None = None
@@ -190,8 +192,8 @@ class Fleet:
     def _write_config(self, config: TrainConfig) -> Path:
         """Write the configuration of all islands to a file; return its path."""
         path = self._folder / "config.yaml"
-        number = max(config.islands.min_members_to_start, self._options.count)  # all of them are started at once
-        islands = replace(config.islands, name=None, min_members_to_start=number, token_file=str(self._token))
+        number = max(settings_of(config).min_members_to_start, self._options.count)  # all of them are started at once
+        islands = replace(settings_of(config), name=None, min_members_to_start=number, token_file=str(self._token))
         write_bytes(path, dump(replace(config, islands=islands)).encode())
         return path
 

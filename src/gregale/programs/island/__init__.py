@@ -1,1 +1,0 @@
-"""`gregale island`: one island of a fleet."""

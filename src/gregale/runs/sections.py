@@ -1,0 +1,116 @@
+"""Sections of a run's configuration that packages above the programs register, and what general code asks of them.
+
+`REGISTERED` is the table of these sections, which `with_sections` makes fields of the configuration. A section that
+joins the run with other runs over a network (`joins`) writes the entry `SECTION: {"complete": ..., "stage": ...}` into
+the metadata of its checkpoints: whether all runs are complete, and the number of the stage.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import make_dataclass
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar, cast
+
+from gregale.settings import Settings, setting
+
+if TYPE_CHECKING:
+    from gregale.audit.roofline import Roofline
+    from gregale.methods.config import MethodContext, Methods, SyncConfig
+    from gregale.methods.method import Method
+    from gregale.terminal import Console
+
+Config = TypeVar("Config")
+
+
+class Registered(NamedTuple):
+    """An entry of the table of sections: a module, the name of its `Section`, and a line of help."""
+
+    module: str
+    name: str
+    help: str
+
+
+REGISTERED = {
+    "islands": Registered("gregale.islands.section", "IslandsSection", "training at several sites (`gregale island`)")
+}
+
+
+class JoiningCosts(ABC):
+    """What it costs to join a run with others, besides the steps of the run."""
+
+    @abstractmethod
+    def device_bytes_in_flight(self) -> int:
+        """Return the maximum of additional memory on a device."""
+
+    @abstractmethod
+    def to_dict(self, bound: "Roofline | None", gbit_per_second: float | None) -> dict[str, Any]:
+        """Return all estimates for JSON; without a roofline of the step they have no times.
+
+        - `gbit_per_second`: the requested link of one host, if any
+        """
+
+
+class Section(Settings):
+    """The base of registered sections. By default a section changes nothing in a run.
+
+    - `key`: its key in the configuration
+    - `joining_key`: the key below it that has a value if it joins the run with others
+    - `naming_keys`: keys that name a run, in which runs differ anyway
+    - `host_keys`: keys in which the processes of a run may differ
+    - `run_keys`: keys of the configuration that no stage can change if it joins the run with others
+    - `costs_key`, `costs_note`: the key of its costs in the report of `gregale plan`, and a note beside them
+    """
+
+    key: ClassVar[str] = ""
+    joining_key: ClassVar[str] = ""
+    naming_keys: ClassVar[tuple[str, ...]] = ()
+    host_keys: ClassVar[tuple[str, ...]] = ()
+    run_keys: ClassVar[tuple[str, ...]] = ()
+    costs_key: ClassVar[str] = ""
+    costs_note: ClassVar[str] = ""
+
+    @property
+    def joins(self) -> bool:
+        """Whether it joins the run with others over a network: each has its own mesh and makes its own steps."""
+        return bool(self.joining_key) and vars(self)[self.joining_key] is not None
+
+    def check(self, config: Any) -> None:
+        """Raise `KeyedError` if other sections of the configuration contradict it."""
+
+    def check_alone(self) -> None:
+        """Raise `UserError` if `gregale train` cannot train the run."""
+
+    def check_stages(self, config: Any, methods: Sequence["Method"]) -> None:
+        """Raise `UserError` if it cannot join a run of these stages; `methods`: the method of each."""
+
+    def build(self, sync: "SyncConfig", parts: "MethodContext") -> "Methods":
+        """Return the methods of the run."""
+        return sync.build(parts)
+
+    def planned(self, count: int | None) -> Self:
+        """Return the section with which `gregale plan` plans one run of `count`; None: the section unchanged."""
+        del count
+        return self
+
+    def costs(self, method: "Method", count: int | None) -> JoiningCosts | None:
+        """Return the costs of joining `count` runs (None: the configured number); None if there are none."""
+        del method, count
+
+    @classmethod
+    def print_costs(cls, costs: dict[str, Any], console: "Console") -> None:
+        """Print the result of `JoiningCosts.to_dict`."""
+
+
+@cache
+def section_classes() -> dict[str, type[Section]]:
+    """Return the class of each registered section, by its key."""
+    return {key: getattr(import_module(each.module), each.name) for key, each in REGISTERED.items()}
+
+
+def with_sections(config_class: type[Config]) -> type[Config]:
+    """Return a frozen configuration class with the registered sections as its last fields."""
+    added = [(key, kind, setting(kind(), REGISTERED[key].help)) for key, kind in section_classes().items()]
+    names = {"__module__": config_class.__module__, "__doc__": config_class.__doc__}
+    made = make_dataclass(config_class.__name__, added, bases=(config_class,), namespace=names, frozen=True)
+    return cast("type[Config]", made)
