@@ -14,9 +14,9 @@ from haliax import Axis, NamedArray
 
 from gregale.axes.layout import Layout
 from gregale.codecs.codec import ReduceConfig
-from gregale.communication.reduce import on_host
 from gregale.islands.method import Island
 from gregale.islands.outer import HostOuter
+from gregale.islands.shards import on_host
 from gregale.methods.diloco import Diloco
 from gregale.methods.psdp import Psdp
 from gregale.methods.schedule import Fragment, Schedule

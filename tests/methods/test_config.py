@@ -13,9 +13,9 @@ from gregale.axes.layout import MeshConfig, make_mesh
 from gregale.axes.mapping import standard_layout
 from gregale.axes.parameters import trainable
 from gregale.codecs.codec import ReduceConfig
-from gregale.communication.reduce import host_device
 from gregale.errors import UserError
 from gregale.islands.method import Island, as_island, methods_of_island
+from gregale.islands.shards import host_device
 from gregale.methods.config import OUTER, DilocoConfig, MethodContext, PsdpConfig, StreamingDilocoConfig, SyncConfig
 from gregale.methods.diloco import Diloco
 from gregale.optim import AdamWConfig, GroupConfig, LinearSchedule, MuonConfig, OptimizerConfig, SgdConfig

@@ -50,7 +50,7 @@ class Phase(StrEnum):
     TRAINING = "training"
     EVALUATING = "evaluating"
     SAVING = "saving"
-    SYNCHRONISING = "synchronising"  # waiting for other islands: no time limit
+    SYNCHRONISING = "synchronising"  # waiting for other runs of a fleet: no time limit
     ENDING = "ending"  # no other process waits for this process any more
 
     def timeout(self, seconds: float) -> float:

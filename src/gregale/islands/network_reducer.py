@@ -12,7 +12,7 @@ import numpy as np
 
 from gregale.codecs.codec import QuantisedArray, ReduceConfig
 from gregale.communication.quantised import RowLayout, RowPrograms, no_error, row_programs
-from gregale.communication.reduce import host_device
+from gregale.islands.shards import host_device
 
 BUCKET_BYTES = 4 << 20
 UNEQUAL_BUCKETS = 16  # for each member, of unequal parts: a slow link waits for the averages of the last wave

@@ -22,9 +22,10 @@ from jax.sharding import NamedSharding
 from gregale.axes.layout import Tree, is_named
 from gregale.codecs.codec import QuantisedArray
 from gregale.communication.quantised import RowLayout, no_error
-from gregale.communication.reduce import ShardedLeaf, host_device, keys_here, on_devices, shards_here
+from gregale.communication.reduce import ShardedLeaf
 from gregale.islands.method import Island
 from gregale.islands.network_reducer import NetworkReducer, OwnError, Reduced
+from gregale.islands.shards import host_device, keys_here, on_devices, shards_here
 from gregale.methods.diloco import outer_step
 from gregale.methods.schedule import Fragment
 
@@ -325,7 +326,7 @@ class HostOuter:
     @cached_property
     def _outer_step(self) -> Callable[..., Any]:
         def step(theta: Tree, optimizer: Tree, gradient: Tree):
-            theta, optimizer = outer_step(self.island.outer, theta, optimizer, gradient)
+            theta, _, optimizer = outer_step(self.island.outer, theta, optimizer, gradient)
             return theta, optimizer, jnp.all(jnp.stack([jnp.isfinite(array).all() for array in jax.tree.leaves(theta)]))
 
         return jax.jit(step)

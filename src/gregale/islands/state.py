@@ -30,13 +30,13 @@ from gregale.atomic_files import os_error_text
 from gregale.checkpoint import files
 from gregale.checkpoint.files import MANIFEST, digest_of
 from gregale.checkpoint.store import delete
-from gregale.communication.reduce import keys_here, on_devices, shards_here
 from gregale.data.mixtures import Mixtures, with_mixture
 from gregale.errors import UserError
 from gregale.islands.method import Island
 from gregale.islands.outer import NO_OWN_LEAVES, HostOuter, OwnLeaves, VersionedArray
 from gregale.islands.protocol.headers import OuterRecord
 from gregale.islands.protocol.ledger import Lease, Ledger
+from gregale.islands.shards import keys_here, on_devices, shards_here
 from gregale.methods.method import PsdpState
 from gregale.runs.config import TrainConfig
 from gregale.storage import StoragePath, StoreError, names, parallel_map, write_bytes

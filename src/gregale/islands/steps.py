@@ -18,12 +18,12 @@ import numpy as np
 from haliax import NamedArray
 
 from gregale.checkpoint.files import not_finite
-from gregale.communication import reduce
 from gregale.data.examples import ExampleBatch, Examples
 from gregale.data.mixtures import ReplicaExamples
 from gregale.distributed.liveness import Phase
 from gregale.distributed.signals import StopRequest
 from gregale.errors import UserError
+from gregale.islands import shards
 from gregale.islands import trainer_command as commands
 from gregale.islands.driver import Driver
 from gregale.islands.hosts import Follower
@@ -311,7 +311,7 @@ class IslandSteps(Steps):
 
 def _down(messages: dict[str, jax.Array], weight: jax.Array, norm: jax.Array) -> commands.Down:
     size = float(norm)
-    return commands.Down(reduce.on_host(messages), float(weight), size if math.isfinite(size) else None)
+    return commands.Down(shards.on_host(messages), float(weight), size if math.isfinite(size) else None)
 
 
 @partial(jax.jit, donate_argnums=0)

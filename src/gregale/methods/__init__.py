@@ -1,1 +1,1 @@
-"""Synchronisation methods: PSDP, DiLoCo, Streaming DiLoCo, and one island of a fleet."""
+"""Synchronisation methods: PSDP, DiLoCo and Streaming DiLoCo."""

@@ -40,7 +40,7 @@ from gregale.optim.config import Optimizer
 
 
 def sync_axis(layout: Layout) -> str:
-    """Return the axis whose indices are joined: `island` if there are several islands, else `replica`."""
+    """Return the axis whose indices are joined: `island` if the mesh has several of its indices, else `replica`."""
     return ISLAND if layout.mesh.shape[ISLAND] > 1 else REPLICA
 
 
@@ -325,10 +325,18 @@ def pseudo_gradient(theta: jax.Array, own: jax.Array) -> jax.Array:
     return theta - own
 
 
-def outer_step(optimizer: optax.GradientTransformation, theta: Tree, state: Tree, gradient: Tree) -> tuple[Tree, Tree]:
-    """Return theta + outer(g) and the optimizer's state after the outer step, of the same part as the gradient."""
+class OuterStep(NamedTuple):
+    """The result of an outer step, of the same part as its gradient g."""
+
+    parameters: Tree  # theta + outer(g)
+    updates: Tree  # outer(g)
+    optimizer: Tree  # the optimizer's state after the step
+
+
+def outer_step(optimizer: optax.GradientTransformation, theta: Tree, state: Tree, gradient: Tree) -> OuterStep:
+    """Run the outer optimizer on a pseudo-gradient; the compiler removes what the caller does not use."""
     updates, state = optimizer.update(gradient, state, theta)
-    return optax.apply_updates(theta, updates), state
+    return OuterStep(optax.apply_updates(theta, updates), updates, state)
 
 
 @dataclass(frozen=True)
@@ -371,14 +379,15 @@ class ExactOuter:
         sums = _by_replica(weighed, self.reducer)(own, weights)
         mean, _ = self.reducer.reduce(sums, weight, None)
         gradient = jax.tree.map(pseudo_gradient, theta, mean)
-        return Sent(OuterState(*outer_step(self.optimizer, theta, outer.optimizer, gradient)), gradient, theta)
+        stepped = outer_step(self.optimizer, theta, outer.optimizer, gradient)
+        return Sent(OuterState(stepped.parameters, stepped.optimizer), gradient, theta)
 
     def arrive(self, outer: OuterState) -> tuple[Tree, OuterState]:
         """Return theta of a fragment under `params`, and its changed outer state: none."""
         return self.parameters(outer), _unchanged(outer)
 
     def parameters(self, outer: OuterState) -> Tree:
-        """Return theta under `params`: gathered over the slow axis first, so that islands send the minimum."""
+        """Return theta under `params`: gathered over the slow axis first, so that its messages are the smallest."""
         layout = self.reducer.layout
         shard = layout.constrain(outer.parameters, sending_layout(layout, self.reducer.axis).params)
         return all_gather_params(shard, layout)
@@ -432,8 +441,8 @@ class QuantisedOuter:
         sums = _by_replica(differences, self.reducer)(own, weights)
         gradient, error = self.reducer.reduce(sums, weight, outer.error)
         shard = _under_opt_state(theta, layout)
-        updates, state = self.optimizer.update(gradient, outer.optimizer, shard)
-        return Sent(OuterState(theta, state, updates, error), gradient, shard)
+        stepped = outer_step(self.optimizer, shard, outer.optimizer, gradient)
+        return Sent(OuterState(theta, stepped.optimizer, stepped.updates, error), gradient, shard)
 
     def arrive(self, outer: OuterState) -> tuple[Tree, OuterState]:
         layout = self.reducer.layout
@@ -452,7 +461,7 @@ class QuantisedOuter:
 def sending_layout(layout: Layout, axis: str) -> Layout:
     """Return the layout of messages over `axis`: `params` splits arrays as far as `opt_state` does without it.
 
-    With islands, each replica inside one sends its own part; they gather the parts over the faster axis.
+    Over `island`, each replica inside sends its own part; they gather the parts over the faster axis.
     """
     inside = tuple(each for each in layout.mesh_axes((EMBED,), layout.opt_state) if each != axis)
     return replace(layout, params={**layout.params, EMBED: inside})
@@ -576,7 +585,7 @@ class Round:
 
 
 def mixed_with(own: Tree, arrived: Tree, keep: jax.Array) -> Tree:
-    """Return keep own + (1 - keep) arrived: the next parameters of a replica or an island.
+    """Return keep own + (1 - keep) arrived: the next parameters of a replica.
 
     With keep 0 it is `arrived`, even if `own` is not finite.
     """

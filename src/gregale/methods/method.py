@@ -268,7 +268,7 @@ class Method(ABC):
     def quantisation_loss(self, state: Tree, batch: Tree) -> Any:
         """Return the quantisation loss, a `communication.quantised.QuantisationLoss`; only with a codec.
 
-        An island has none: a part of it is not on the devices. Raises `UserError` for a method without codecs.
+        Raises `UserError` for a method without codecs.
         """
         raise UserError(f"reduce.measure is true, but the method {self.name} uses no codec. Leave reduce.measure out.")
 

@@ -114,7 +114,7 @@ class Schedule:
         return next((s for s in range(step, max(0, step - self.period), -1) if self.sent(s) is not None), 0)
 
     def rounds(self, steps: int) -> int:
-        """Return the number of sends in the first `steps` steps: rounds 0, 1, 2, ... of islands."""
+        """Return the number of sends in the first `steps` steps: rounds 0, 1, 2, ..."""
         return sum(self.sends(fragment, steps) for fragment in range(self.fragments))
 
     def round_step(self, number: int) -> int:

@@ -145,7 +145,7 @@ class DilocoTraffic:
         reducer = self.reducer
         if not isinstance(reducer, QuantisedReducer):
             return apply_transfers(part)
-        # With islands, the replicas inside one gather their parts, in float32.
+        # Over `island`, the replicas inside gather their parts, in float32.
         inside = replace(part, layout=replace(part.layout, opt_state=reducer.layout.params))
         return kept(part, [*reducer.gather_transfers(part.weights), *gathers(inside)])
 

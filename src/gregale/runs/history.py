@@ -80,7 +80,7 @@ class History:
     samples: tuple[Sample, ...]
     starts: tuple[Entry, ...]  # the entries of starts.jsonl
     changes: tuple[Entry, ...]  # of changes.jsonl
-    rounds: tuple[Entry, ...]  # of an island's rounds.jsonl
+    rounds: tuple[Entry, ...]  # of rounds.jsonl, if a network joins the run with others
     is_running: bool  # whether a process trains the run now
     problems: tuple[str, ...]  # sentences about damaged or absent files
     stop_reason: str | None = None  # of the callback that ended the run

@@ -105,7 +105,7 @@ def accumulated(column: Column, starts: Sequence[int] = ()) -> Column:
 
 
 def sent(run: ReportRun) -> Column | None:
-    """Return bytes sent over the slow link by step: by an island over the network, else by a device over `replica`."""
+    """Return bytes sent over the slow link by step: by a host over the network, else by a device over `replica`."""
     for name in ("network_bytes_sent", "replica_bytes"):
         column = run.column(name)
         if column is not None and np.nanmax(column.values, initial=0.0) > 0:

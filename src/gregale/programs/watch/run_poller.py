@@ -27,7 +27,7 @@ class RunStatus:
     figures: Figures
     starts: tuple[Entry, ...] = ()  # the entries of starts.jsonl
     silent_seconds: float | None = None  # time since the poller saw a new line; None before the first one
-    stalled: str = ""  # an island's message while its fleet commits no round; else empty
+    stalled: str = ""  # the run's message while its fleet commits no round; else empty
 
     @property
     def start(self) -> Entry:
@@ -51,7 +51,7 @@ class RunStatus:
 def seconds_a_step(metrics: Figures) -> float | None:
     """Return the recent time per step, which includes evaluations and checkpoints.
 
-    It is that since the newest start, or since an island took over the step count of a peer.
+    It is that since the newest start, or since the run took over the step count of a peer.
     """
     elapsed = metrics.get("elapsed_seconds")
     if elapsed is not None and len(elapsed.steps) > 1 and np.isfinite(elapsed.values[-WINDOW:]).all():
@@ -105,7 +105,7 @@ def events_between(before: RunStatus, now: RunStatus) -> list[str]:
 
 
 def stalled_line(run: RunPaths) -> str:
-    """Return the message of an island whose fleet commits no round; else empty."""
+    """Return the message of a run whose fleet commits no round; else empty."""
     try:
         return run.stalled.read_bytes().decode(errors="replace")[:MAX_LINE_LENGTH]
     except OSError:
