@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gregale.checkpoint import CheckpointConfig
-from gregale.checkpoint.files import MANIFEST
+from gregale.checkpoint.manifest import MANIFEST
 from gregale.checkpoint.store import Checkpoints
 from tests.process.two import run_two
 

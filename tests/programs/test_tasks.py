@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gregale.checkpoint.store import folder_name
+from gregale.checkpoint.manifest import folder_name
 from gregale.cli import main
 from gregale.data.tokenizers import BytesTokenizer, load_tokenizer
 from gregale.evaluation.tasks import encoded, read_tasks

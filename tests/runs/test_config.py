@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from gregale.checkpoint.files import arrays_by_name
-from gregale.checkpoint.store import CheckpointConfig
+from gregale.checkpoint.manifest import CheckpointConfig
 from gregale.cli import PROGRAMS
 from gregale.codecs.codec import ReduceConfig
 from gregale.data.config import DataConfig

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gregale.checkpoint.files import MANIFEST, METADATA
-from gregale.checkpoint.store import folder_name
+from gregale.checkpoint.manifest import MANIFEST, METADATA, folder_name
 from gregale.errors import UserError
 from gregale.model.llama import LlamaConfig
 from gregale.runs.config import TrainConfig

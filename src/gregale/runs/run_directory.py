@@ -8,8 +8,7 @@ from datetime import UTC, datetime
 from itertools import count
 from typing import Any
 
-from gregale.checkpoint.files import MANIFEST, METADATA, root_of
-from gregale.checkpoint.store import committed_steps, folder_name
+from gregale.checkpoint.manifest import MANIFEST, METADATA, committed_steps, folder_name, root_of
 from gregale.codecs.codec import ReduceConfig
 from gregale.errors import UserError
 from gregale.methods.config import SyncConfig

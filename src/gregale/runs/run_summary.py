@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gregale.atomic_files import os_error_text
-from gregale.checkpoint.files import MANIFEST, METADATA, root_of
-from gregale.checkpoint.store import committed_steps, folder_name
+from gregale.checkpoint.manifest import MANIFEST, METADATA, committed_steps, folder_name, root_of
 from gregale.errors import UserError
 from gregale.runs.history import LARGEST, flat
 from gregale.runs.parsing import read_yaml

@@ -16,9 +16,9 @@ from haliax import NamedArray
 from gregale.axes.layout import BATCH, MeshConfig, is_named, make_mesh
 from gregale.axes.mapping import MappingConfig, mapped_layout
 from gregale.axes.parameters import QuantisedWeight, buffers_of, is_quantised, trainable, with_arrays
-from gregale.checkpoint.files import MANIFEST, digest_of, measured
+from gregale.checkpoint.manifest import MANIFEST, digest_of, folder_name, measured
 from gregale.checkpoint.multihost import by_first_process, messages_of_all
-from gregale.checkpoint.store import Checkpoints, folder_name
+from gregale.checkpoint.store import Checkpoints
 from gregale.data.config import DataConfig
 from gregale.data.tokenizers import SAVED_NAME, load_tokenizer
 from gregale.distributed.config import DistributedConfig

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from gregale.checkpoint.store import Checkpoints, committed_steps
+from gregale.checkpoint.manifest import committed_steps
+from gregale.checkpoint.store import Checkpoints
 from gregale.errors import UserError
 from gregale.programs.runtime.trained_model import find_run
 from gregale.runs.config import TrainConfig

@@ -10,8 +10,9 @@ from functools import partial
 
 import jax
 
+from gregale.checkpoint.manifest import committed_steps
 from gregale.checkpoint.multihost import agreed, by_first_process, first_message
-from gregale.checkpoint.store import Checkpoints, committed_steps
+from gregale.checkpoint.store import Checkpoints
 from gregale.data.preparation import Corpus
 from gregale.data.sources.base import expand
 from gregale.data.tokenizers import fewest_tokens, save_tokenizer
