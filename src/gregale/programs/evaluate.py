@@ -27,10 +27,10 @@ from gregale.programs.runtime.tasks import evaluation_on, start_of, task_metrics
 from gregale.programs.runtime.trained_model import Trained, open_trained
 from gregale.settings import Settings, setting, whole
 from gregale.streams import say
-from gregale.tables import print_table
 from gregale.terminal import Console as Terminal
+from gregale.terminal import print_table
 from gregale.tracking.callback import finite
-from gregale.tracking.console import Console
+from gregale.tracking.trackers import Console
 
 KINDS = {".jsonl": JsonLinesSource, ".parquet": ParquetSource, ".csv": CsvSource, ".tsv": TsvSource}
 

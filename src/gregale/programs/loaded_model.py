@@ -14,7 +14,7 @@ from gregale.programs.runtime.trained_model import Trained
 from gregale.programs.sample.command import SampleOptions, check_length, context_of
 from gregale.programs.sample.sampler import Sampler, beside_training
 from gregale.programs.sample.text_format import text_format_of
-from gregale.tracking.console import Console
+from gregale.tracking.trackers import Console
 
 
 class LoadedModel:

@@ -19,9 +19,8 @@ from gregale.programs.loaded_model import LoadedModel
 from gregale.programs.runtime.trained_model import open_trained
 from gregale.programs.train.command import TrainOptions, main
 from gregale.runs.config import TrainConfig
+from gregale.runs.history import RunPaths, last_entries
 from gregale.runs.parsing import load as read
-from gregale.runs.run_paths import RunPaths
-from gregale.runs.run_summary import last_entries
 from gregale.settings.decoding import TYPE, choice_name, is_registry
 from gregale.storage import StoragePath, storage_path
 

@@ -3,8 +3,7 @@
 from typing import Any
 
 from gregale.programs.plan.text import print_remedies, size
-from gregale.tables import print_table
-from gregale.terminal import Console
+from gregale.terminal import Console, print_table
 
 NOT_COMPILED = 5  # number of candidates that the table shows without compilation
 HEADINGS = ("peak", "step", "tokens/s", "")  # after the settings

@@ -7,8 +7,7 @@ from gregale.audit.collectives import BETWEEN
 from gregale.axes.mapping import MAPPINGS
 from gregale.formatting import listed
 from gregale.programs.plan.step import STEP
-from gregale.tables import print_table
-from gregale.terminal import Console
+from gregale.terminal import Console, print_table
 
 COUNTS = 1024  # bytes up to which `counters` are counts of steps and tokens alone
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")

@@ -21,8 +21,8 @@ from gregale.programs.runtime.checkpointed import recorded
 from gregale.programs.runtime.expert_parallelism import set_up
 from gregale.programs.runtime.setup import Setup
 from gregale.programs.runtime.trained_model import Base, as_here, find_run, opened
-from gregale.runs.config_diff import changes
 from gregale.runs.run_directory import RunDirectory
+from gregale.runs.stages import changes
 
 EITHER = ("adapter.start_from", "adapter.base")  # settings in which adapters may differ from those that they continue
 

@@ -32,7 +32,7 @@ from gregale.programs.runtime.initial_model import (
 )
 from gregale.programs.runtime.run_layout import check_axes, checked_layout
 from gregale.runs.config import TrainConfig
-from gregale.runs.plugins import code_digests
+from gregale.runs.parsing import code_digests
 from gregale.tracking.callback import Callback
 from gregale.training.compiler import check_compiler_options, compiler_options
 from gregale.training.state import Stepper, TrainState, abstract_state, initial_state, new_spikes, state_shardings

@@ -33,7 +33,7 @@ from gregale.objectives import NextTokenConfig
 from gregale.programs.runtime.checkpointed import evaluated_model, evaluation_template, recorded
 from gregale.programs.runtime.expert_parallelism import set_up
 from gregale.programs.runtime.setup import Setup
-from gregale.runs import run_paths
+from gregale.runs import history
 from gregale.runs.config import EvaluationConfig, TrainConfig
 from gregale.runs.run_directory import RunDirectory
 from gregale.storage import ObjectPath, parallel_map, storage_path
@@ -61,7 +61,7 @@ class Trained:
 
 def find_run(name: str) -> RunDirectory:
     """Return the named run; raise `UserError` if there is none, or if a file of its model is a link out of it."""
-    run = RunDirectory(run_paths.find_run(name).path)
+    run = RunDirectory(history.find_run(name).path)
     check_files(run.path, (SAVED_NAME, *(f"{run.huggingface.name}/{file}" for file in (*BESIDE, WEIGHTS))))
     return run
 

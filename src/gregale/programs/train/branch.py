@@ -8,8 +8,8 @@ from gregale.checkpoint.store import Checkpoints
 from gregale.errors import UserError
 from gregale.programs.runtime.trained_model import find_run
 from gregale.runs.config import TrainConfig
-from gregale.runs.config_diff import changes
 from gregale.runs.run_directory import RunDirectory
+from gregale.runs.stages import changes
 from gregale.storage.jsonl import read_entries
 
 BRANCH = "branch"  # in starts.jsonl

@@ -34,17 +34,15 @@ from gregale.programs.train.stages import PreparedStage, check_stages, describe,
 from gregale.programs.train.step_log import DataPosition, Observers, StepLog, Traffic
 from gregale.programs.train.steps import MeshSteps, Steps
 from gregale.runs.config import TrainConfig
-from gregale.runs.config_diff import Change, changes
 from gregale.runs.process_agreement import process_terms
 from gregale.runs.run_directory import RunDirectory
 from gregale.runs.run_lock import training
-from gregale.runs.stages import number_after
+from gregale.runs.stages import Change, changes, number_after
 from gregale.settings import Settings, setting, whole
 from gregale.storage import storage_path
 from gregale.tracking.callback import RunInfo
-from gregale.tracking.console import Console
 from gregale.tracking.profile import Profile, Window
-from gregale.tracking.trackers import open_trackers
+from gregale.tracking.trackers import Console, open_trackers
 from gregale.training.compiler import keep_compiled
 
 

@@ -27,8 +27,8 @@ from gregale.programs.runtime.memory import check_fits
 from gregale.programs.runtime.setup import Setup
 from gregale.programs.runtime.trained_model import Base, as_here, find_origin, restored_model, weights_of
 from gregale.runs.config import TrainConfig
-from gregale.runs.config_diff import changes
 from gregale.runs.run_directory import RunDirectory
+from gregale.runs.stages import changes
 from gregale.training.state import TrainState, abstract_state, new_train_state, state_shardings
 
 ROTARY_SCALING, PARAMETRISATION = "rotary_scaling", "parametrisation"
