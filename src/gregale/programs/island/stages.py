@@ -16,7 +16,7 @@ from gregale.islands.protocol.settings import timing_of
 from gregale.islands.protocol.wire import Columns, unpack
 from gregale.islands.stages import fleet_mixtures
 from gregale.methods.island import Island
-from gregale.programs.plan.shapes import abstract_batch
+from gregale.programs.plan.estimates import abstract_batch
 from gregale.programs.runtime.checkpointed import spike_window
 from gregale.programs.runtime.memory import check_program
 from gregale.programs.runtime.setup import Setup

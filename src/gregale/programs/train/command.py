@@ -21,7 +21,7 @@ from gregale.distributed.liveness import Phase, Progress, monitor_peers
 from gregale.distributed.signals import SIGNALS, StopRequest, ended_by_signals
 from gregale.errors import UserError
 from gregale.programs.command import Command
-from gregale.programs.plan.optimizer_traffic import optimizer_note
+from gregale.programs.plan.estimates import optimizer_note
 from gregale.programs.runtime.default_sizes import with_default_sizes, with_model_of, with_origin_model
 from gregale.programs.runtime.setup import Setup
 from gregale.programs.runtime.trained_model import find_origin

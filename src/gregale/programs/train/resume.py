@@ -12,7 +12,7 @@ from gregale.data.tokenizers import Tokenizer, load_tokenizer
 from gregale.errors import UserError
 from gregale.huggingface.folder import copy_beside
 from gregale.methods.method import Method
-from gregale.programs.plan.shapes import tree_bytes
+from gregale.programs.plan.estimates import tree_bytes
 from gregale.programs.runtime.adapters import continued
 from gregale.programs.runtime.checkpointed import (
     checkpoint_template,

@@ -20,7 +20,7 @@ from gregale.evaluation.tasks import read_tasks
 from gregale.islands.stages import stage_rounds
 from gregale.methods.island import Island
 from gregale.methods.method import Method
-from gregale.programs.plan.shapes import abstract_batch
+from gregale.programs.plan.estimates import abstract_batch
 from gregale.programs.runtime.evaluation import Evaluator, evaluation_text
 from gregale.programs.runtime.expert_parallelism import set_up
 from gregale.programs.runtime.setup import Setup, check_replicas

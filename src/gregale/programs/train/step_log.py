@@ -19,7 +19,7 @@ from gregale.data.mixtures import Mixtures, tokens_of
 from gregale.distributed.liveness import Progress
 from gregale.errors import UserError
 from gregale.methods.method import PseudoGradient, cosine
-from gregale.programs.plan.shapes import has_closed_forms, step_shape
+from gregale.programs.plan.estimates import has_closed_forms, step_shape
 from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import BatchConfig
 from gregale.tracking.callback import Callbacks
