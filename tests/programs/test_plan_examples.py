@@ -17,6 +17,7 @@ from gregale.audit.overlap import ends
 from gregale.audit.pallas_cost import grouped_of
 from gregale.axes.layout import make_mesh
 from gregale.data.tokenizers import BpeConfig
+from gregale.programs.plan.candidates import _moved_meshes
 from gregale.programs.plan.command import tokens_of
 from gregale.programs.plan.devices import topology_target
 from gregale.programs.plan.estimates import estimate

@@ -40,9 +40,7 @@ PROGRAMS = {
     "islands key": Program("gregale.programs.member_key", "make the key of one island, from the fleet's token"),
     "islands revoke": Program("gregale.programs.revocation", "end the keys of one island"),
     "lighthouse": Program("gregale.programs.lighthouse", "run the coordinator for islands"),
-    "sample": Program(
-        "gregale.programs.sample.command", "continue prompts with the model of a run, or converse with it"
-    ),
+    "sample": Program("gregale.programs.sample", "continue prompts with the model of a run, or converse with it"),
     "eval": Program("gregale.programs.evaluate", "measure a model: loss and bits per byte of text, and tasks"),
     "watch": Program("gregale.programs.watch", "follow a run while it trains, in the terminal or on a page"),
     "runs": Program("gregale.programs.runs", "list runs with state and results"),

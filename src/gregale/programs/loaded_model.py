@@ -8,12 +8,10 @@ from gregale.data.examples import stream_of
 from gregale.data.tokenizers import load_tokenizer
 from gregale.errors import UserError
 from gregale.programs.evaluate import EvalOptions, measured
-from gregale.programs.runtime.sliding_window import SlidingEvaluation
-from gregale.programs.runtime.tasks import start_of
+from gregale.programs.runtime.evaluation import SlidingEvaluation, start_of
+from gregale.programs.runtime.sampler import Sampler, beside_training, text_format_of
 from gregale.programs.runtime.trained_model import Trained
-from gregale.programs.sample.command import SampleOptions, check_length, context_of
-from gregale.programs.sample.sampler import Sampler, beside_training
-from gregale.programs.sample.text_format import text_format_of
+from gregale.programs.sample import SampleOptions, check_length, context_of
 from gregale.tracking.trackers import Console
 
 

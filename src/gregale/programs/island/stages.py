@@ -17,10 +17,9 @@ from gregale.islands.protocol.wire import Columns, unpack
 from gregale.islands.stages import fleet_mixtures
 from gregale.methods.island import Island
 from gregale.programs.plan.estimates import abstract_batch
-from gregale.programs.runtime.checkpointed import spike_window
 from gregale.programs.runtime.memory import check_program
 from gregale.programs.runtime.setup import Setup
-from gregale.programs.runtime.trained_model import Base
+from gregale.programs.runtime.trained_model import Base, spike_window
 from gregale.programs.train.resume import Start, converted
 from gregale.programs.train.stages import OF_A_STEP, OF_AN_EVALUATION, PreparedStage
 from gregale.programs.train.step_log import DataPosition, Traffic

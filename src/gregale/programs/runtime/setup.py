@@ -21,13 +21,16 @@ from gregale.methods.psdp import Psdp, identity
 from gregale.model.config import CompilerOptions
 from gregale.model.execution import Execution, execution, labels_of, layers_apart
 from gregale.objectives import NextTokenConfig
-from gregale.programs.runtime.checked_model import built, callback_metrics, checked_loss, updated_buffers
 from gregale.programs.runtime.initial_model import (
     base_model,
+    built,
+    callback_metrics,
+    checked_loss,
     dropping,
     initial_model,
     reference,
     stored_base,
+    updated_buffers,
     with_adapters,
 )
 from gregale.programs.runtime.run_layout import check_axes, checked_layout

@@ -13,11 +13,10 @@ from gregale.distributed.liveness import Elapsed, Phase
 from gregale.errors import UserError
 from gregale.evaluation.bigram import bigram_bits_per_byte
 from gregale.inference.generate import Sampling
-from gregale.programs.runtime.checkpointed import checkpoint_metadata, checkpointed
-from gregale.programs.runtime.evaluation import format_losses
+from gregale.programs.runtime.evaluation import format_losses, format_tasks, tasks_of
+from gregale.programs.runtime.sampler import Sampler, training_sampler
 from gregale.programs.runtime.setup import Setup
-from gregale.programs.runtime.tasks import format_tasks, tasks_of
-from gregale.programs.sample.sampler import Sampler, training_sampler
+from gregale.programs.runtime.trained_model import checkpoint_metadata, checkpointed
 from gregale.programs.train.exports import Exports
 from gregale.programs.train.inspection import QuantisationFigures, is_due
 from gregale.programs.train.stages import PreparedStage

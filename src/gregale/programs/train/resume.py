@@ -13,19 +13,23 @@ from gregale.errors import UserError
 from gregale.huggingface.folder import copy_beside
 from gregale.methods.method import Method
 from gregale.programs.plan.estimates import tree_bytes
-from gregale.programs.runtime.adapters import continued
-from gregale.programs.runtime.checkpointed import (
+from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.memory import check_fits
+from gregale.programs.runtime.setup import Setup
+from gregale.programs.runtime.trained_model import (
+    Base,
+    as_here,
     checkpoint_template,
+    continued,
+    find_origin,
     holds_more,
     mixtures_of,
     newer_masks,
     recorded,
+    restored_model,
     saved_by,
+    weights_of,
 )
-from gregale.programs.runtime.expert_parallelism import set_up
-from gregale.programs.runtime.memory import check_fits
-from gregale.programs.runtime.setup import Setup
-from gregale.programs.runtime.trained_model import Base, as_here, find_origin, restored_model, weights_of
 from gregale.runs.config import TrainConfig
 from gregale.runs.run_directory import RunDirectory
 from gregale.runs.stages import changes
