@@ -51,8 +51,7 @@ from gregale.programs.island.stages import (
 from gregale.programs.island.status import StatusTracker
 from gregale.programs.island.steps import IslandResources, IslandSteps
 from gregale.programs.train.command import PreparedRun, prepared
-from gregale.programs.train.evaluation import Evaluation
-from gregale.programs.train.loop import Loop
+from gregale.programs.train.loop import Evaluation, Loop
 from gregale.programs.train.resume import Start
 from gregale.programs.train.step_log import DataPosition, Observers, StepLog, Traffic
 from gregale.runs.config import TrainConfig

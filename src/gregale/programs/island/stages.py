@@ -20,10 +20,10 @@ from gregale.programs.plan.estimates import abstract_batch
 from gregale.programs.runtime.memory import check_program
 from gregale.programs.runtime.setup import Setup
 from gregale.programs.runtime.trained_model import Base, spike_window
+from gregale.programs.train.loop import Steps
 from gregale.programs.train.resume import Start, converted
 from gregale.programs.train.stages import OF_A_STEP, OF_AN_EVALUATION, PreparedStage
 from gregale.programs.train.step_log import DataPosition, Traffic
-from gregale.programs.train.steps import Steps
 from gregale.runs.config import TrainConfig
 from gregale.runs.process_agreement import data_terms, is_trained_on, matches, terms_of
 from gregale.training.state import TrainState, state_shardings

@@ -1,4 +1,4 @@
-"""Provides the trained model of a run, or of an imported model: from a checkpoint, and from a folder or run before.
+"""Provides the model of a complete or running training run, whole or one parameter at a time.
 
 Also the form of the state in a checkpoint with its metadata, and adapters in files: those that a run continues, and the
 export to a folder of PEFT.

@@ -25,14 +25,11 @@ from gregale.programs.plan.estimates import optimizer_note
 from gregale.programs.runtime.default_sizes import with_default_sizes, with_model_of, with_origin_model
 from gregale.programs.runtime.setup import Setup
 from gregale.programs.runtime.trained_model import find_origin
-from gregale.programs.train.branch import Branch, branch_of
-from gregale.programs.train.evaluation import Evaluation, Saving, on_checkpoint, summary
 from gregale.programs.train.exports import Exports, check_exports
-from gregale.programs.train.loop import HELP, Loop
-from gregale.programs.train.resume import Start, keep_what_came_with, origin_of, starting_point
+from gregale.programs.train.loop import HELP, Evaluation, Loop, MeshSteps, Saving, Steps, on_checkpoint, summary
+from gregale.programs.train.resume import Branch, Start, branch_of, keep_what_came_with, origin_of, starting_point
 from gregale.programs.train.stages import PreparedStage, check_stages, describe, prepare_stages
 from gregale.programs.train.step_log import DataPosition, Observers, StepLog, Traffic
-from gregale.programs.train.steps import MeshSteps, Steps
 from gregale.runs.config import TrainConfig
 from gregale.runs.process_agreement import process_terms
 from gregale.runs.run_directory import RunDirectory

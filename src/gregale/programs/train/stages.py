@@ -24,7 +24,7 @@ from gregale.programs.plan.estimates import abstract_batch
 from gregale.programs.runtime.evaluation import Evaluator, evaluation_text
 from gregale.programs.runtime.expert_parallelism import set_up
 from gregale.programs.runtime.setup import Setup, check_replicas
-from gregale.programs.train.inspection import is_due
+from gregale.programs.train.step_log import is_due
 from gregale.runs.config import TrainConfig
 from gregale.runs.process_agreement import agree_on_text
 from gregale.tracking.trackers import check_installed
