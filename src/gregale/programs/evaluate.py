@@ -27,6 +27,7 @@ from gregale.programs.runtime.evaluation import (
     evaluation_on,
     evaluation_text,
     format_losses,
+    format_metrics,
     start_of,
     task_metrics,
 )
@@ -158,7 +159,7 @@ def text_metrics(
         metrics = whole.metrics()
         for name, documents in found.items():
             metrics |= {f"{metric}.{name}": value for metric, value in documents.metrics().items()}
-        return metrics, evaluation.format_metrics(metrics)
+        return metrics, format_metrics(metrics)
     batches = options.batches
     if batches is None and not options.all and not options.data:
         batches = trained.setup.config.evaluation.batches

@@ -301,7 +301,7 @@ def _moved_meshes(setup: Setup) -> Iterator[tuple[str, TrainConfig]]:
 
 
 def _on_meshes(setup: Setup, tokens: int) -> Changes:
-    """Yield the possible ones of `_mesh`."""
+    """Yield the possible ones of `_moved_meshes`."""
     for text, config in _moved_meshes(setup):
         with suppress(UserError):
             yield text, set_up(config, tokens, make_mesh(config.mesh, list(setup.layout.mesh.devices.flat)))
