@@ -18,8 +18,7 @@ from gregale.islands.outer import HostOuter
 from gregale.methods.method import Method
 from gregale.programs.plan.text import size
 from gregale.runs.sections import JoiningCosts
-from gregale.tables import print_table
-from gregale.terminal import Console
+from gregale.terminal import Console, print_table
 
 FLOAT32 = 4
 

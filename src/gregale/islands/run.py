@@ -52,23 +52,20 @@ from gregale.islands.transport.server import Server
 from gregale.islands.transport.tls import NEW_KEY, read_credentials
 from gregale.methods.schedule import Schedule
 from gregale.programs.command import Command
-from gregale.programs.plan.shapes import abstract_batch
-from gregale.programs.runtime.checkpointed import spike_window
+from gregale.programs.plan.estimates import abstract_batch
 from gregale.programs.runtime.memory import check_program
 from gregale.programs.runtime.setup import Setup
-from gregale.programs.runtime.trained_model import Base
+from gregale.programs.runtime.trained_model import Base, spike_window
 from gregale.programs.train.command import PreparedRun, prepared
-from gregale.programs.train.evaluation import Evaluation, Saving
-from gregale.programs.train.loop import Loop
+from gregale.programs.train.loop import Evaluation, Loop, Saving, Steps
 from gregale.programs.train.resume import Start, converted
 from gregale.programs.train.stages import OF_A_STEP, OF_AN_EVALUATION, PreparedStage
 from gregale.programs.train.step_log import DataPosition, Observers, StepLog, Traffic
-from gregale.programs.train.steps import Steps
 from gregale.runs.config import TrainConfig
-from gregale.runs.config_diff import changes
 from gregale.runs.history import ROUNDS
 from gregale.runs.process_agreement import data_terms, is_trained_on, matches, terms_of
 from gregale.runs.run_directory import RunDirectory
+from gregale.runs.stages import changes
 from gregale.settings import setting
 from gregale.storage import StoragePath, StoreError, write_bytes
 from gregale.storage.jsonl import ResumePoint, lines_at

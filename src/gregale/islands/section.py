@@ -8,11 +8,11 @@ from gregale.errors import KeyedError, UserError
 from gregale.islands.config import IslandsConfig
 from gregale.runs.sections import JoiningCosts, Section
 from gregale.settings import shown
-from gregale.terminal import Console
 
 if TYPE_CHECKING:
     from gregale.methods.config import MethodContext, Methods, SyncConfig
     from gregale.methods.method import Method
+    from gregale.terminal import Console
 
 NO_COORDINATOR = "planned:0"  # a plan connects to no coordinator
 
@@ -68,7 +68,7 @@ class IslandsSection(IslandsConfig, Section):
         return island_costs(self, method, count)
 
     @classmethod
-    def print_costs(cls, costs: dict[str, Any], console: Console) -> None:
+    def print_costs(cls, costs: dict[str, Any], console: "Console") -> None:
         from gregale.islands.plan import print_costs
 
         print_costs(costs, console)

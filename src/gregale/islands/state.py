@@ -28,7 +28,7 @@ from jax.sharding import NamedSharding
 
 from gregale.atomic_files import os_error_text
 from gregale.checkpoint import files
-from gregale.checkpoint.files import MANIFEST, digest_of
+from gregale.checkpoint.manifest import MANIFEST, digest_of
 from gregale.checkpoint.store import delete
 from gregale.data.mixtures import Mixtures, with_mixture
 from gregale.errors import UserError

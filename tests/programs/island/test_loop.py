@@ -25,7 +25,7 @@ from gregale.islands.trainer_command import ApplyRound, Finish, LoadOuterState, 
 from gregale.methods.method import StepMetrics
 from gregale.methods.schedule import Schedule
 from gregale.programs.runtime.batches import Placement
-from gregale.programs.train.next_programs import NextPrograms
+from gregale.programs.train.loop import NextPrograms
 from gregale.programs.train.resume import Start
 from gregale.programs.train.step_log import Observers
 from gregale.runs.history import ROUNDS
