@@ -2,9 +2,9 @@
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NamedTuple, Protocol, cast
+from typing import Any, ClassVar, NamedTuple, Self, cast
 
 import draccus
 import jax
@@ -25,22 +25,29 @@ Batch = dict[str, NamedArray]
 """`tokens`, `targets`, `loss_mask`, `positions` and, inside documents, `segment_ids`: [batch, position] each."""
 
 
-class LanguageModel(Protocol):
-    """The methods that a run needs of a model, an Equinox module whose floating-point arrays are trained.
+class ModelMethods(NamedTuple):
+    """The methods of a model, as in `gregale.model.llama.Llama`; None for those that it lacks.
 
-    A model with a `gregale.axes.parameters.Buffer` also has `update_buffers(statistics, weight)`: it returns the model
-    with new buffers, from the sums of `Losses.statistics` and of the weights over a whole step.
+    A model is an Equinox module of any class, whose floating-point arrays are trained. It needs `loss`.
 
-    `logits` is optional: sampling and tasks need it. A model may have faster forms of it: `prefill`, `decode` and
-    `unstacked` for sampling with a cache, and `scores` for tasks (`gregale.model.llama.Llama`).
+    - `loss`: the sum of the masked losses (nats) and the sum of the mask, both float32 scalars, or `Losses`
+    - `update_buffers`: the model with new `Buffer`s, from a step's sums of `Losses.statistics` and of the weights
+    - `logits`: for sampling and tasks; `scores` and `prefill`, with `decode` and `unstacked`, are faster forms of it
+    - `window_of_all`: no method, but the window of all layers' attention
     """
 
-    def loss(self, batch: Batch, execution: Any) -> tuple[jax.Array, jax.Array]:
-        """Return the sum of the masked losses (nats) and the sum of the mask, both float32 scalars.
+    loss: Callable | None
+    update_buffers: Callable | None
+    logits: Callable | None
+    scores: Callable | None
+    prefill: Callable | None
+    attention_logit_maxima: Callable | None
+    expert_loads: Callable | None
+    window_of_all: int | None
 
-        - `execution`: a `gregale.model.execution.Execution`
-        """
-        ...
+    @classmethod
+    def of(cls, model: Any) -> Self:
+        return cls(*(getattr(model, name, None) for name in cls._fields))
 
 
 class DecoderSizes(NamedTuple):
@@ -88,7 +95,7 @@ class ModelConfig(Settings, draccus.ChoiceRegistry):
     def default_choice_name(cls) -> str:
         return "llama"
 
-    def init(self, Vocab: Axis, key: jax.Array) -> LanguageModel:
+    def init(self, Vocab: Axis, key: jax.Array) -> Any:
         """Return the model with its initial weights; it is traced, so that each device makes its shards.
 
         - `Vocab`: the padded vocabulary
@@ -113,6 +120,20 @@ class ModelConfig(Settings, draccus.ChoiceRegistry):
         """Return the width of an attention head; 0 without attention."""
         return 0
 
+    @property
+    def logit_rows(self) -> int | None:
+        """Return the number of the vocabulary's first rows that have logits, without padding; None: all have."""
+        return None
+
+    @property
+    def at_hub(self) -> "HuggingFaceConfig | None":
+        """Return where the hub has the model whose shape a run takes in place of this; None: this is the shape."""
+        return None
+
+    def without_rates(self) -> Self:
+        """Return the configuration without its settings of rates alone."""
+        return self
+
 
 @ModelConfig.register_subclass("huggingface")
 @dataclass(frozen=True)
@@ -125,6 +146,10 @@ class HuggingFaceConfig(ModelConfig):
     def __post_init__(self):
         super().__post_init__()
         check_path("path", self.path)
+
+    @property
+    def at_hub(self) -> "HuggingFaceConfig":
+        return self
 
 
 @dataclass(frozen=True)
@@ -710,6 +735,13 @@ class DecoderConfig(Sizes):
         return Logits(self.logit_softcap, self.vocabulary if self.row_multiple > 1 else None, self.z_loss)
 
     @property
+    def logit_rows(self) -> int | None:
+        return self.logits.rows
+
+    def without_rates(self) -> Self:
+        return replace(self, parametrisation=None)
+
+    @property
     def window_of_all(self) -> int | None:
         """Return the window of all layers; None if some layer has none."""
         return None if self.full_layers else self.sliding_window
@@ -775,7 +807,24 @@ BASES = ("dtype", "int8", "nf4")
 
 @dataclass(frozen=True)
 class AdapterConfig(Settings, draccus.ChoiceRegistry):
-    """The choice of an adapter by `type`."""
+    """The choice of an adapter by `type`.
+
+    - `scale`: the factor of what adapters add
+    - `expert_targets`: the names of adapted matrices of experts, in their layer
+    """
+
+    # Subclasses have these as fields, see `ModelConfig`.
+    rank = cast(int, 0)
+    dropout = cast(float, 0.0)
+    targets = cast(tuple[str, ...], ())
+    base = cast(str, "dtype")
+    start_from = cast(str | None, None)
+    scale = cast(float, 1.0)
+    expert_targets = cast(list[str], [])
+
+    def peft(self) -> dict[str, Any]:
+        """Return the keys of an adapter_config.json that say how the adapters compute."""
+        raise TypeError(f"{type(self).__name__} is no adapter of PEFT; choose one by its type")
 
     @classmethod
     def default_choice_name(cls) -> str:
@@ -828,9 +877,16 @@ class LoraConfig(AdapterConfig):
 
     @property
     def expert_targets(self) -> list[str]:
-        """Return the names of adapted matrices of experts, in their layer."""
         return [name for target, name in EXPERT_TARGETS.items() if target in self.targets]
 
     @property
     def scale(self) -> float:
         return self.alpha / (self.rank if self.scaling == "standard" else self.rank**0.5)
+
+    def peft(self) -> dict[str, Any]:
+        return {
+            "r": self.rank,
+            "lora_alpha": int(self.alpha) if self.alpha % 1 == 0 else self.alpha,
+            "lora_dropout": self.dropout,
+            "use_rslora": self.scaling == "rank_stabilised",
+        }

@@ -24,7 +24,7 @@ from gregale.axes.gather import gathered
 from gregale.axes.layout import BATCH, EMBED, EXPERTS, LAYERS, POSITION, AxisMapping, Layout, is_named
 from gregale.axes.parameters import Stacks, decoded, is_quantised, is_stacks, position_order, renamed, stack_axis
 from gregale.errors import UserError
-from gregale.model.adapters import Lora
+from gregale.model.adapters import is_lora
 from gregale.model.config import DTYPES, ComputeConfig, ModelConfig
 from gregale.model.kernels.dispatch import KernelRequest, check_matmul, kernels_for
 from gregale.model.kernels.operations import ATTENTION_NAME, PLAIN, Kernels
@@ -399,7 +399,7 @@ class Execution:
 
     def project(self, layer: Linear, x: NamedArray) -> NamedArray:
         """Return the product of a linear layer, its bias, and its adapter, by `compute.matmul`."""
-        if isinstance(layer, Lora):
+        if is_lora(layer):
             seen = x
             if layer.dropout > 0 and self.dropout_keys is not None:
                 order = position_order(x.resolve_axis(POSITION).size, self.layout.context)
@@ -415,7 +415,7 @@ class Execution:
         """Return down(activation(gate(x)) * up(x)) as one operation; None: there is none for `compute.matmul`."""
         if self.matmul != "int8" or activation != "silu":
             return None
-        if any(layer.bias is not None or isinstance(layer, Lora) for layer in layers):
+        if any(layer.bias is not None or is_lora(layer) for layer in layers):
             return None
         return quantised_mlp(self.quantisation(), x, tuple(layer.weight for layer in layers))
 

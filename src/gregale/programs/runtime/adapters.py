@@ -15,12 +15,13 @@ from gregale.huggingface.families import Family, Slot, parameters_of, path_of, s
 from gregale.huggingface.folder import ADAPTER, CONFIG, read_json, write_json
 from gregale.huggingface.hub import REPOSITORY
 from gregale.huggingface.peft import adapter_settings, adapter_slots, read_adapters
-from gregale.model.config import LoraConfig
+from gregale.model.config import AdapterConfig
 from gregale.model.llama import LlamaConfig
 from gregale.programs.runtime.checkpointed import recorded
 from gregale.programs.runtime.expert_parallelism import set_up
 from gregale.programs.runtime.setup import Setup
 from gregale.programs.runtime.trained_model import Base, as_here, find_run, opened
+from gregale.runs.config import TrainConfig
 from gregale.runs.config_diff import changes
 from gregale.runs.run_directory import RunDirectory
 
@@ -33,7 +34,7 @@ def continued(setup: Setup, base: Base) -> Any:
     Raises `UserError` if they are of other targets or of another rank or scale, or were trained beside other weights.
     """
     config = setup.config.adapter
-    if not isinstance(config, LoraConfig) or config.start_from is None:
+    if config is None or config.start_from is None:
         return None
     folder = Path(config.start_from)
     if (folder / ADAPTER).is_file():
@@ -46,7 +47,7 @@ def continued(setup: Setup, base: Base) -> Any:
     )
 
 
-def _of_run(setup: Setup, config: LoraConfig, name: str, base: Base) -> dict[str, NamedArray]:
+def _of_run(setup: Setup, config: AdapterConfig, name: str, base: Base) -> dict[str, NamedArray]:
     run = find_run(name)
     theirs = run.read_config()
     if theirs.adapter is None:
@@ -66,9 +67,19 @@ def _of_run(setup: Setup, config: LoraConfig, name: str, base: Base) -> dict[str
 
 def family_of(setup: Setup, run: RunDirectory) -> Family:
     """Return the family of a run's model: that of the imported model at its beginning, if there is one."""
-    assert isinstance(setup.config.model, LlamaConfig)
     saved = read_json(run.huggingface / CONFIG) if (run.huggingface / CONFIG).is_file() else {}
-    return family_that_has(setup.config.model, saved)
+    return family_that_has(decoder_of(setup.config), saved)
+
+
+def decoder_of(config: TrainConfig) -> LlamaConfig:
+    """Return the model's configuration; raise `UserError` if it is none that transformers has."""
+    if not isinstance(config.model, LlamaConfig):
+        kind = config.model.get_choice_name(type(config.model))
+        raise UserError(
+            f"model.type is {kind}, a model of your own: other programs have no such model, so nothing could load the "
+            "folder. `gregale export` writes models of type llama, gemma and gpt_oss."
+        )
+    return config.model
 
 
 def base_name(base: Base, given: str | None) -> str:
@@ -86,5 +97,5 @@ def base_name(base: Base, given: str | None) -> str:
 def write_adapter_settings(folder: Path, setup: Setup, slots: list[Slot], base: str) -> None:
     """Write adapter_config.json; `base`: the model that the adapters are for, see `base_name`."""
     config = setup.config
-    assert isinstance(config.adapter, LoraConfig)
+    assert config.adapter is not None
     write_json(folder / ADAPTER, adapter_settings(config.adapter, slots, base, config.model.experts is not None))

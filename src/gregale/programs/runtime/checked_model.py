@@ -28,12 +28,11 @@ def checked_loss(
     - `frozen`: as in `Passes`
     """
     what, owner = f"model.type {config.get_choice_name(type(config))}: {type(model).__name__}.loss", type(model)
-    if not isinstance(objective, NextTokenConfig):
+    if not objective.is_models_own:
         owner = type(objective)
         what = f"objective.type {objective.get_choice_name(owner)}: {owner.__name__}.loss"
-    rows = getattr(getattr(config, "logits", None), "rows", None)
     with plugin_errors(what, owner):
-        found = objective.loss(Passes(model, batch, run, rows, frozen))
+        found = objective.loss(Passes(model, batch, run, config.logit_rows, frozen))
     pair = isinstance(found, tuple) and [jnp.shape(each) for each in found[:2] if is_array(each)] == [(), ()]
     if not pair or not (isinstance(found, Losses) or len(found) == 2):
         raise UserError(

@@ -36,10 +36,7 @@ def with_origin_model(config: TrainConfig) -> tuple[TrainConfig, str | None]:
     Without `model.parametrisation`, which is of rates alone. Raises `UserError` if there is no such run.
     """
     origin = find_origin(config)
-    theirs = origin.config_at().model
-    if isinstance(theirs, LlamaConfig):
-        theirs = replace(theirs, parametrisation=None)
-    return with_model_of(config, theirs, origin.path)
+    return with_model_of(config, origin.config_at().model.without_rates(), origin.path)
 
 
 def with_model_of(config: TrainConfig, theirs: ModelConfig, origin: object) -> tuple[TrainConfig, str | None]:

@@ -9,7 +9,7 @@ from haliax import Axis, NamedArray
 from gregale.axes.layout import BATCH, is_named
 from gregale.axes.parameters import is_buffer, is_parameter, position_order, trainable
 from gregale.model.adapters import adapted, hashed, quantised
-from gregale.model.config import DTYPES, LoraConfig
+from gregale.model.config import DTYPES
 from gregale.model.execution import Execution
 from gregale.runs.config import TrainConfig
 
@@ -21,7 +21,7 @@ def base_model(config: TrainConfig, Vocab: Axis, key: jax.Array) -> Any:
         return model
 
     def cast(leaf):
-        return leaf.astype(dtype) if is_parameter(getattr(leaf, "array", leaf)) else leaf
+        return leaf.astype(dtype) if is_parameter(leaf.array if is_named(leaf) else leaf) else leaf
 
     return jax.tree.map(cast, model, is_leaf=lambda leaf: is_named(leaf) or is_buffer(leaf))
 
@@ -29,7 +29,7 @@ def base_model(config: TrainConfig, Vocab: Axis, key: jax.Array) -> Any:
 def stored_base(config: TrainConfig, Vocab: Axis, key: jax.Array) -> Any:
     """Return the model without adapters in the form in which devices hold it, by `adapter.base`."""
     model = base_model(config, Vocab, key)
-    return quantised(model, config.adapter.base) if isinstance(config.adapter, LoraConfig) else model
+    return model if config.adapter is None else quantised(model, config.adapter.base)
 
 
 def initial_model(config: TrainConfig, Vocab: Axis, key: jax.Array) -> Any:
@@ -40,7 +40,7 @@ def initial_model(config: TrainConfig, Vocab: Axis, key: jax.Array) -> Any:
 
 def with_adapters(config: TrainConfig, model: Any, key: jax.Array) -> Any:
     """Return a model with new adapters, and with marks on its own weights."""
-    assert isinstance(config.adapter, LoraConfig)
+    assert config.adapter is not None
     return adapted(model, config.adapter, jax.random.fold_in(key, 1))
 
 
@@ -57,7 +57,7 @@ def dropping(config: TrainConfig, run: Execution, batch) -> Execution:
 
     So a resume repeats it, and other rows beside it, microbatches, stages or replicas, do not change it.
     """
-    if not isinstance(config.adapter, LoraConfig) or config.adapter.dropout == 0:
+    if config.adapter is None or config.adapter.dropout == 0:
         return run
     tokens, seed = batch["tokens"].rearrange((BATCH, ...)).array, jax.random.key(config.seed)
     order = position_order(tokens.shape[1], run.layout.context)

@@ -202,7 +202,7 @@ def merging(setup: Setup, own: Read, base: Read) -> Read:
     """Return a function that reads what the run has trained (`own`), or a weight of its base, with its adapter."""
     trained = {*parameters_of(trainable(setup.model)), *parameters_of(buffers_of(setup.model))}
     held = {path_of(path): leaf for path, leaf in _leaves(setup.stored_base) if is_quantised(leaf)}
-    scale = getattr(setup.config.adapter, "scale", 1.0)
+    scale = 1.0 if setup.config.adapter is None else setup.config.adapter.scale
 
     def read(path: str) -> NamedArray:
         if path in trained:

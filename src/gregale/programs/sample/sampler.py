@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from gregale.axes.layout import BATCH, POSITION, Layout, MeshConfig, make_mesh, named_arrays
 from gregale.axes.mapping import standard_layout
 from gregale.data.tokenizers import Tokenizer
-from gregale.inference.generate import BLOCK, Generator, Prompt, Sampling, UncachedDecoder, sampling_form
+from gregale.inference.generate import BLOCK, Generator, Prompt, Sampling, sampling_form
 from gregale.model.execution import execution
 from gregale.programs.runtime.setup import Setup
 from gregale.programs.sample.prompts import batches_of
@@ -58,7 +58,7 @@ class Sampler:
     def __init__(self, setup: Setup, form: TextFormat, placement: SamplerPlacement):
         config = setup.config
         self._formed = partial(sampling_form, kind=config.model.get_choice_name(type(config.model)))
-        if isinstance(self._formed(setup.model), UncachedDecoder):  # it has no cache to split
+        if self._formed(setup.model) is not setup.model:  # it has no cache to split
             placement = replace(placement, layout=unsplit(placement.layout, POSITION))
         self._trained_on, self._placement, self._form = setup.layout.mesh, placement, form
         compute = replace(config.compute, matmul="dtype")  # a token's products are bound by memory

@@ -12,7 +12,7 @@ from gregale.atomic_files import os_error_text, remove
 from gregale.checkpoint.multihost import first_message
 from gregale.checkpoint.store import CheckpointConfig, ExportConfig, folder_name, step_of, superfluous
 from gregale.huggingface.config import exported_family
-from gregale.programs.exporting import decoder_of
+from gregale.programs.runtime.adapters import decoder_of
 from gregale.programs.runtime.setup import Setup
 from gregale.runs.run_directory import RunDirectory
 
