@@ -83,8 +83,7 @@ class ObjectiveConfig(Settings, draccus.ChoiceRegistry):
 class NextTokenConfig(ObjectiveConfig):
     """The loss of the model: of each next token that the mask has."""
 
-    is_models_own = True
-    has_closed_forms = True
+    is_models_own = has_closed_forms = True
 
     def loss(self, passes: Passes) -> Losses | tuple[jax.Array, jax.Array]:
         return passes.model.loss(passes.batch, passes.execution)

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import draccus
 import numpy as np
@@ -295,15 +295,8 @@ class TokenizerConfig(Settings, draccus.ChoiceRegistry):
     choice as `type`.
     """
 
-    @property
-    def trained(self) -> "BpeConfig | None":
-        """Return the settings of a training on the sources' text; None: `build` needs no text."""
-        return None
-
-    @property
-    def json_path(self) -> str | None:
-        """Return the path of its `tokenizer.json`; None if it is no such file."""
-        return None
+    trained = cast("BpeConfig | None", None)  # settings of a training on the sources' text; None: `build` needs none
+    json_path = cast(str | None, None)  # of its `tokenizer.json`; None: it is no such file
 
     def build(self) -> "Tokenizer":
         """Return the tokenizer; raise `UserError` if its files are missing or invalid."""

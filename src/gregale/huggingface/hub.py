@@ -136,7 +136,8 @@ def resolved(config: Any) -> Any:
 
     Returns other configurations unchanged. Raises `UserError` if there is no such model.
     """
-    if (given := config.model.at_hub) is None:
+    given = config.model
+    if not given.is_at_hub:
         return config
     wanted = config.data.tokenizer == BytesConfig() and given.with_tokenizer
     try:

@@ -90,6 +90,9 @@ class ModelConfig(Settings, draccus.ChoiceRegistry):
     experts = cast(Any, None)  # in place of MLPs
     kind_numbers: ClassVar[tuple[int, ...]] = ()  # of each layer, see `gregale.model.execution`
     score_softcap: ClassVar[float | None] = None  # the limit of attention scores; None: no limit
+    logit_rows = cast(int | None, None)  # first rows of the vocabulary that have logits; None: all
+    is_at_hub: ClassVar[bool] = False  # it names a model of the hub, whose shape a run has in its place
+    keys_of_rates: ClassVar[tuple[str, ...]] = ()  # settings of learning rates alone, which may be None
 
     @classmethod
     def default_choice_name(cls) -> str:
@@ -120,25 +123,13 @@ class ModelConfig(Settings, draccus.ChoiceRegistry):
         """Return the width of an attention head; 0 without attention."""
         return 0
 
-    @property
-    def logit_rows(self) -> int | None:
-        """Return the number of the vocabulary's first rows that have logits, without padding; None: all have."""
-        return None
-
-    @property
-    def at_hub(self) -> "HuggingFaceConfig | None":
-        """Return where the hub has the model whose shape a run takes in place of this; None: this is the shape."""
-        return None
-
-    def without_rates(self) -> Self:
-        """Return the configuration without its settings of rates alone."""
-        return self
-
 
 @ModelConfig.register_subclass("huggingface")
 @dataclass(frozen=True)
 class HuggingFaceConfig(ModelConfig):
     """The shape in the config.json of a model of the hub, with random weights; a run keeps it as `type: llama`."""
+
+    is_at_hub: ClassVar[bool] = True
 
     path: str = field(metadata={"help": "its folder, or its name on the hub: ORG/NAME or ORG/NAME@REVISION"})
     with_tokenizer: bool = setting(True, "its tokenizer too, unless data.tokenizer is another")
@@ -146,10 +137,6 @@ class HuggingFaceConfig(ModelConfig):
     def __post_init__(self):
         super().__post_init__()
         check_path("path", self.path)
-
-    @property
-    def at_hub(self) -> "HuggingFaceConfig":
-        return self
 
 
 @dataclass(frozen=True)
@@ -630,6 +617,7 @@ class DecoderConfig(Sizes):
     """The settings of the Llama family's layers; `gregale.model.llama` has the types that make models of them."""
 
     splits_positions: ClassVar[bool] = True
+    keys_of_rates: ClassVar[tuple[str, ...]] = ("parametrisation",)
 
     # Only `GptOssConfig` has others.
     sinks: ClassVar[bool] = False  # attention has sinks, see `kernels.sinks`
@@ -738,9 +726,6 @@ class DecoderConfig(Sizes):
     def logit_rows(self) -> int | None:
         return self.logits.rows
 
-    def without_rates(self) -> Self:
-        return replace(self, parametrisation=None)
-
     @property
     def window_of_all(self) -> int | None:
         """Return the window of all layers; None if some layer has none."""
@@ -807,11 +792,7 @@ BASES = ("dtype", "int8", "nf4")
 
 @dataclass(frozen=True)
 class AdapterConfig(Settings, draccus.ChoiceRegistry):
-    """The choice of an adapter by `type`.
-
-    - `scale`: the factor of what adapters add
-    - `expert_targets`: the names of adapted matrices of experts, in their layer
-    """
+    """The choice of an adapter by `type`."""
 
     # Subclasses have these as fields, see `ModelConfig`.
     rank = cast(int, 0)
@@ -819,8 +800,8 @@ class AdapterConfig(Settings, draccus.ChoiceRegistry):
     targets = cast(tuple[str, ...], ())
     base = cast(str, "dtype")
     start_from = cast(str | None, None)
-    scale = cast(float, 1.0)
-    expert_targets = cast(list[str], [])
+    scale = cast(float, 1.0)  # of what adapters add
+    expert_targets = cast(list[str], [])  # names of adapted matrices of experts, in their layer
 
     def peft(self) -> dict[str, Any]:
         """Return the keys of an adapter_config.json that say how the adapters compute."""

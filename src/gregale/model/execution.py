@@ -147,7 +147,6 @@ def joined(pieces: Sequence[Sequence[Any]], labels: tuple[Label, ...], parts: Se
 
 
 def _joined_stack(pieces: Sequence[Sequence[Any]]) -> Any:
-
     def whole(*places: jax.Array) -> jax.Array:
         if len(places) == 1:
             return places[0]
@@ -437,16 +436,7 @@ class SelfAttention:
     layout: Layout  # mesh and mappings of one replica
     kernels: Kernels = PLAIN  # the form of the model's operations
 
-    def attend(
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        segments: jax.Array | None,
-        window: int | None,
-        cap: float | None = None,
-        sinks: jax.Array | None = None,
-    ) -> jax.Array:
+    def attend(self, q, k, v, segments, window: int | None, cap: float | None = None, sinks=None) -> jax.Array:
         """Compute causal self-attention, see `Attend`; a kernel runs on each device: its rows, positions and heads.
 
         The partitioner would gather all operands of a kernel. Axes that are mapped outside of this call (`replica`, and

@@ -36,7 +36,8 @@ def with_origin_model(config: TrainConfig) -> tuple[TrainConfig, str | None]:
     Without `model.parametrisation`, which is of rates alone. Raises `UserError` if there is no such run.
     """
     origin = find_origin(config)
-    return with_model_of(config, origin.config_at().model.without_rates(), origin.path)
+    theirs = origin.config_at().model
+    return with_model_of(config, replace(theirs, **dict.fromkeys(theirs.keys_of_rates)), origin.path)
 
 
 def with_model_of(config: TrainConfig, theirs: ModelConfig, origin: object) -> tuple[TrainConfig, str | None]:
