@@ -17,7 +17,7 @@ import yaml
 from gregale.cli import PROGRAMS
 from gregale.cli.invocation import usage
 from gregale.runs.config import TrainConfig
-from gregale.runs.plugins import PluginOptions
+from gregale.runs.parsing import PluginOptions
 from gregale.settings.decoding import REQUIRED, Entry, counterparts, entries, projects
 from gregale.tracking.metrics import METRICS
 

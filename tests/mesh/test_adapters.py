@@ -23,7 +23,7 @@ from gregale.methods.diloco import Diloco
 from gregale.model.adapters import Lora, quantised
 from gregale.model.config import MLP_TARGETS, LoraConfig
 from gregale.model.execution import Products
-from gregale.programs.plan.shapes import abstract_batch
+from gregale.programs.plan.estimates import abstract_batch
 from gregale.programs.plan.step import known_trips
 from gregale.programs.runtime.expert_parallelism import set_up
 from gregale.programs.runtime.setup import Setup

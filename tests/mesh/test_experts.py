@@ -28,7 +28,7 @@ from gregale.model.llama import GptOssConfig, LlamaConfig
 from gregale.optim import MuonConfig
 from gregale.programs.runtime.expert_parallelism import set_up
 from gregale.programs.runtime.setup import Setup
-from gregale.programs.train.inspection import load_figures
+from gregale.programs.train.step_log import load_figures
 from tests.mesh.support import executed, layout_of, one_device, rarely
 from tests.mesh.test_losses import steps_of
 from tests.mesh.test_mapping import ONE, VOCABULARY, step_of

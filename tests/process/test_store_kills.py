@@ -17,8 +17,8 @@ import jax
 import numpy as np
 import pytest
 
-from gregale.checkpoint.files import find_damage
-from gregale.checkpoint.store import Checkpoints, folder_name
+from gregale.checkpoint.manifest import find_damage, folder_name
+from gregale.checkpoint.store import Checkpoints
 from gregale.storage import ObjectPath
 from tests.forked import Popen
 

@@ -50,9 +50,17 @@ from gregale.huggingface.weights import (
     write_index,
 )
 from gregale.programs.command import Command
-from gregale.programs.runtime.adapters import base_name, decoder_of, write_adapter_settings
 from gregale.programs.runtime.setup import Setup
-from gregale.programs.runtime.trained_model import Opened, find_run, on_devices, opened, set_up_run
+from gregale.programs.runtime.trained_model import (
+    Opened,
+    base_name,
+    decoder_of,
+    find_run,
+    on_devices,
+    opened,
+    set_up_run,
+    write_adapter_settings,
+)
 from gregale.runs.config import TrainConfig
 from gregale.runs.history import Figures, FiguresReader
 from gregale.runs.process_agreement import process_terms

@@ -18,13 +18,11 @@ from gregale.data.sources.base import expand
 from gregale.distributed.devices import end_with_parent
 from gregale.errors import Busy, UserError
 from gregale.programs.command import Command
-from gregale.programs.report.page import report_page, write_page
-from gregale.programs.watch.command import SECONDS, STORE_SECONDS, Screen, handled_signals, poll_all
-from gregale.programs.watch.run_poller import RunPoller
+from gregale.programs.report import report_page, write_page
+from gregale.programs.watch import SECONDS, STORE_SECONDS, RunPoller, Screen, handled_signals, poll_all
 from gregale.runs.config import TrainConfig
-from gregale.runs.history import read_history
+from gregale.runs.history import RunPaths, read_history
 from gregale.runs.parsing import dump
-from gregale.runs.run_paths import RunPaths
 from gregale.settings import Settings, setting, whole
 from gregale.storage import ObjectPath, RetryPolicy, StoragePath, StoreError, is_url, storage_path, write_bytes
 

@@ -21,7 +21,7 @@ from gregale.distributed.rendezvous import RULE, difference, format_term, from_t
 from gregale.errors import UserError
 from gregale.evaluation.tasks import Task
 from gregale.runs.history import flat
-from gregale.runs.plugins import code_digests
+from gregale.runs.parsing import code_digests
 
 # Keys in which the processes of a run may differ: keys of a host, keys that only process 0 reads, and paths of text,
 # tokenizers and tasks, whose content is compared instead (`data_terms`). All other keys must be equal.

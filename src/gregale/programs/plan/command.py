@@ -14,9 +14,8 @@ from gregale.programs.plan.devices import Target, simulated_target, topology_tar
 from gregale.programs.plan.island import as_island, island_of
 from gregale.programs.plan.report import report_of
 from gregale.programs.plan.search import SearchOptions, search
-from gregale.programs.plan.search_text import print_search
 from gregale.programs.plan.step import CODE, STEP, UNTIL, plan_step
-from gregale.programs.plan.text import print_report, size
+from gregale.programs.plan.text import print_report, print_search, size
 from gregale.programs.runtime.default_sizes import MODEL, USUAL, with_default_sizes, with_origin_model
 from gregale.runs.config import TrainConfig
 from gregale.settings import Settings, above, setting, whole

@@ -16,7 +16,7 @@ from gregale.programs.runtime.expert_parallelism import set_up
 from gregale.programs.runtime.run_layout import rows_multiple
 from gregale.programs.runtime.trained_model import find_origin
 from gregale.runs.config import BatchConfig, TrainConfig
-from gregale.runs.config_diff import changes
+from gregale.runs.stages import changes
 from gregale.settings import Settings
 from gregale.settings.decoding import TYPE
 

@@ -20,18 +20,21 @@ from gregale.methods.method import Method
 from gregale.methods.psdp import Psdp, identity
 from gregale.model.config import CompilerOptions, ModelMethods
 from gregale.model.execution import Execution, execution, layers_apart
-from gregale.programs.runtime.checked_model import built, callback_metrics, checked_loss, updated_buffers
 from gregale.programs.runtime.initial_model import (
     base_model,
+    built,
+    callback_metrics,
+    checked_loss,
     dropping,
     initial_model,
     reference,
     stored_base,
+    updated_buffers,
     with_adapters,
 )
 from gregale.programs.runtime.run_layout import check_axes, checked_layout
 from gregale.runs.config import TrainConfig
-from gregale.runs.plugins import code_digests
+from gregale.runs.parsing import code_digests
 from gregale.tracking.callback import Callback
 from gregale.training.compiler import check_compiler_options, compiler_options
 from gregale.training.state import Stepper, TrainState, abstract_state, initial_state, new_spikes, state_shardings

@@ -19,11 +19,11 @@ from gregale.errors import UserError
 from gregale.evaluation.tasks import read_tasks
 from gregale.islands.stages import stage_rounds
 from gregale.methods.method import Method
-from gregale.programs.plan.shapes import abstract_batch
+from gregale.programs.plan.estimates import abstract_batch
 from gregale.programs.runtime.evaluation import Evaluator, evaluation_text
 from gregale.programs.runtime.expert_parallelism import set_up
 from gregale.programs.runtime.setup import Setup, check_replicas
-from gregale.programs.train.inspection import is_due
+from gregale.programs.train.step_log import is_due
 from gregale.runs.config import TrainConfig
 from gregale.runs.process_agreement import agree_on_text
 from gregale.tracking.trackers import check_installed
