@@ -314,7 +314,7 @@ def test_beside_adapters_of_experts_no_gradient_of_a_matrix_is_computed_and_at_f
 
     def program(of):
         def out(trained):
-            return hax.sum(hax.square(of(trained)(x, None, run)[0])).scalar()
+            return hax.sum(hax.square(of(trained).with_sums(x, None, run)[0])).scalar()
 
         return jax.value_and_grad(out)
 
