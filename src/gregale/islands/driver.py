@@ -256,9 +256,7 @@ class Driver:
         self.post(protocol.Saved())
         self.coordinator.saved = self.member.saved
         with self._changed:
-            while (verdict := self.member.verdict) is None and not (
-                self.stop_asked() or self._refused or self._failure
-            ):
+            while (verdict := self.member.verdict) is None and not (self.stop_asked() or self._refused):
                 self._changed.wait(0.5)
         if not verdict:
             raise self._refused or Unconfirmed(DIFFERS if self.member.differs else UNKNOWN)

@@ -168,10 +168,13 @@ class World:
     def step(self, node: Node) -> None:
         """An island has made a step, after which it may save."""
         if self.rng.random() < SAVES:
-            outer, *others = node.trainer.saved()
-            taken = len(self.invariants.taken.get(node.name, []))
-            self.disks[node.name] = Checkpoint(outer, *others), taken
-            self.log(f"{node.name} has saved round {outer.round}")
+            self.save(node)
+
+    def save(self, node: Node) -> None:
+        outer, *others = node.trainer.saved()
+        taken = len(self.invariants.taken.get(node.name, []))
+        self.disks[node.name] = Checkpoint(outer, *others), taken
+        self.log(f"{node.name} has saved round {outer.round}")
 
     def kill(self, name: str) -> None:
         self.log(f"{name} dies")

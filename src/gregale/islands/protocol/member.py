@@ -246,7 +246,7 @@ class Member(MemberState):
 
     def _serve(self, heals: bool) -> None:
         """Wait for the islands that are behind, for as long as one of them fetches the state, with a limit."""
-        self._needs_view, linger = self._behind > 0, self.timing.linger_seconds
+        self._needs_view, linger = self._behind > 0 or self.differs, self.timing.linger_seconds
         if heals and self._complete_at is not None and not self.saved:
             self._end_by = min(self._now + linger, self._complete_at + MOST_LINGERS * linger)
 

@@ -89,6 +89,7 @@ class Session:
     round: int = NO_ROUND  # the newest that it has reported
     here: bool = True  # it sends its requests to this coordinator
     met: bool = False  # it receives the answers to its heartbeats
+    differs: bool = False  # by its newest request, it has not the last state that most coordinators have recorded
     ask: Ask | None = None  # its pending request
     header: Any = None  # of its newest request
     view: Formed | None = None  # of its newest request, once a view has answered it
@@ -154,9 +155,9 @@ class Membership:
 
     @property
     def behind(self) -> int:
-        """The number of healthy names that have reported an older round."""
+        """The number of healthy names that have reported an older round, or have another last state."""
         newest = self.newest
-        return sum(owner.round < newest for owner in self._owners.values())
+        return sum(owner.round < newest or owner.differs for owner in self._owners.values())
 
     def held(self, name: str) -> str:
         """Return what the next view waits for, as of the last tick, and what `name` has to know beside it.
@@ -186,8 +187,8 @@ class Membership:
         if pending and (rounds := self._is_left_behind(pending)):
             reasons.append(
                 f"the run is complete with {rounds} rounds, and the islands with its last parameters have ended: start "
-                "one of them again, which hands them over (to train the run anew, stop the lighthouses, delete "
-                "TOKEN_FILE.complete beside the token_file of each, and start them again)"
+                "one of them again, which hands them over (to train the run anew, end all islands and lighthouses, and "
+                "delete TOKEN_FILE.complete beside each lighthouse's token_file)"
             )
         return "; ".join(reasons) or "the coordinator forms a view"
 
@@ -218,6 +219,7 @@ class Membership:
             self._answers.append(Answer(ask))
             return
         session.here, key = True, (ask.name, ask.session)
+        session.differs = ask.recorded not in ("", ask.state)
         newest = self._newest.get(key, -1)
         if ask.number > newest or (session.ask and ask.number == newest):
             self._drop_ask(session)
