@@ -17,6 +17,7 @@ from gregale.atomic_files import LockHeld, locked
 from gregale.data.sources.base import expand
 from gregale.distributed.devices import end_with_parent
 from gregale.errors import Busy, UserError
+from gregale.islands.transport.lighthouse import records_beside
 from gregale.programs.command import Command
 from gregale.programs.report import report_page, write_page
 from gregale.programs.watch import SECONDS, STORE_SECONDS, RunPoller, Screen, handled_signals, poll_all
@@ -158,6 +159,8 @@ class Fleet:
         self._islands = config.islands
         self._token = folder / "token"
         make_token(self._token)
+        if options.fresh:
+            records_beside(self._token).unlink(missing_ok=True)
         self._stopped: str | None = None
         self._config = self._write_config(config)
         self._members: list[Member] = []

@@ -219,6 +219,7 @@ def test_a_header_that_is_not_of_texts_is_refused_and_the_fleet_goes_on(fleet):
     """A member whose process has an error has the token too. No view could be written as JSON with its number."""
     fleet.join("a", "b")
     message = {"format": FORMAT, "kind": "ask", "name": "b", "session": "s", "number": 1, "needed": 1, "term": 0}
+    message |= dict.fromkeys(("run", "state", "recorded"), "")
     message["round"] = 0
     message |= {"hold_seconds": 20.0, "gather_seconds": 0.1, "heartbeat_seconds": 20.0, "header": {"norm": math.nan}}
     other = PeerClient(f"{fleet.lighthouse.address}/{NAME}", TOKEN, 20.0)
@@ -235,6 +236,7 @@ def test_a_host_that_does_not_answer_delays_only_the_requests_of_its_island_and_
 
     def asked(session: str, hosts: list[str]) -> dict:
         message = {"format": FORMAT, "kind": "ask", "name": "b", "session": session, "number": 1, "needed": 1}
+        message |= dict.fromkeys(("run", "state", "recorded"), "")
         message |= {"term": 0, "round": 0, "gather_seconds": 0.0, "heartbeat_seconds": 2 * WAIT_SECONDS}
         message |= {"hold_seconds": 0.0, "header": to_texts({"hosts": hosts})}
         with closing(PeerClient(f"{fleet.lighthouse.address}/{NAME}", TOKEN, WAIT_SECONDS)) as client:
