@@ -16,7 +16,6 @@ from gregale.axes.parameters import parameter_count
 from gregale.formatting import listed
 from gregale.huggingface.families import parameters_of
 from gregale.methods.comparison import compared
-from gregale.methods.island import Island
 from gregale.methods.schedule import Schedule as MethodSchedule
 from gregale.model.execution import execution
 from gregale.programs.plan.candidates import remedies
@@ -238,15 +237,15 @@ def overlap_of(program: Program, schedule: Schedule | None) -> dict[str, dict[st
 
 def base_note(setup: Setup) -> str | None:
     """Return the note about frozen weights in blocks, and about projections that are not; None without blocks."""
-    base = getattr(setup.config.adapter, "base", "dtype")
-    if base == "dtype":
+    adapter = setup.config.adapter
+    if adapter is None or adapter.base == "dtype":
         return None
     held, paths = frozen_shapes(setup), parameters_of(setup.base).items()
     whole = [path for path, leaf in paths if is_of_linear(leaf) and any(leaf is each for each in held["frozen"])]
     beside = f", among them {listed(whole)}, whose last input axis 64 does not divide" if whole else ""
     blocks, others = (sum(leaf.size for leaf in held[name]) for name in ("quantised", "frozen"))
     dtype = setup.config.compute.dtype
-    return f"adapter.base is {base}: {blocks:,} frozen values are in blocks, and {others:,} in {dtype}{beside}."
+    return f"adapter.base is {adapter.base}: {blocks:,} frozen values are in blocks, and {others:,} in {dtype}{beside}."
 
 
 def notes_of(plan: Plan, programs: dict[str, dict[str, Any]]) -> list[str]:
@@ -288,7 +287,7 @@ def notes_of(plan: Plan, programs: dict[str, dict[str, Any]]) -> list[str]:
         )
     if plan.setup.config.pipeline is not None:
         notes.append("idle stages of a pipeline also compute, and the roofline includes that.")
-    if isinstance(plan.setup.method, Island):
+    if plan.setup.config.islands.lighthouse is not None:
         notes.append(
             "an island: the network estimates are for one host and the codecs' bytes, with all islands as members; "
             "outer parameters and the outer optimizer are in host memory."
