@@ -29,7 +29,7 @@ import sys
 import time
 
 from tests.process.test_store_kills import made_for
-from gregale.checkpoint import CheckpointConfig, parts
+from gregale.checkpoint import CheckpointConfig, files as parts
 from gregale.checkpoint.store import Checkpoints
 
 parts.PART_BYTES = 100_000

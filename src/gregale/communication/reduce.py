@@ -9,7 +9,7 @@ needed after the forward pass of the first.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import equinox as eqx
 import haliax as hax
@@ -36,6 +36,8 @@ class ExactReducer:
 
     layout: Layout
     axis: str = REPLICA
+
+    quantised: ClassVar[Literal[False]] = False
 
     def init(self, tree: Tree) -> None:
         """Return the error before the first step, for a tree of arrays without the axis."""

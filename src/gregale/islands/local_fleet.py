@@ -19,6 +19,7 @@ from gregale.distributed.devices import end_with_parent
 from gregale.errors import Busy, UserError
 from gregale.islands.config import settings_of
 from gregale.islands.method import rounds_of
+from gregale.islands.transport.lighthouse import records_beside
 from gregale.programs.command import Command
 from gregale.programs.report import report_page, write_page
 from gregale.programs.watch import SECONDS, STORE_SECONDS, RunPoller, Screen, handled_signals, poll_all
@@ -160,6 +161,8 @@ class Fleet:
         self._islands = settings_of(config)
         self._token = folder / "token"
         make_token(self._token)
+        if options.fresh:
+            records_beside(self._token).unlink(missing_ok=True)
         self._stopped: str | None = None
         self._config = self._write_config(config)
         self._members: list[Member] = []

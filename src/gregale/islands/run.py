@@ -149,7 +149,9 @@ def train(run: PreparedRun, token: bytes) -> int:
                 break
             run, start, info, resources = next_stage(run, start, steps, counts, resources)
         status.state = "complete" if steps.complete else "left"
-    run.checkpoints.wait()
+        run.checkpoints.wait()
+        if steps.complete and not run.checkpoints.failure:
+            by_first_process(resources.controller.confirm, None)
     run.progress.at(steps.step, Phase.ENDING)
     left = "Left the fleet by {signal} after step {step} and saved; the same command joins it again."
     return run.exit_code(steps, evaluation.latest, left)

@@ -201,7 +201,7 @@ class TrainConfig(Settings):
             )
         check_each_once(self.trackers)
         if self.adapter is not None:
-            self._check_adapter()
+            self._check_adapter(self.adapter)
         self._check_objective()
         self._check_evaluation()
         if self.model.scalings:
@@ -273,15 +273,15 @@ class TrainConfig(Settings):
                 "model.parametrisation out."
             )
 
-    def _check_adapter(self) -> None:
+    def _check_adapter(self, adapter: AdapterConfig) -> None:
         """Raise `UserError` if there is nothing to adapt, or if the run computes without adapters."""
         if self.start_from is None:
             raise UserError("adapter needs a model to adapt: set start_from to a run, or to an imported model.")
         if self.model.experts is not None and self.model.experts.balance.bias and self.model.experts.balance.bias_rate:
             raise UserError("adapter: biases of experts are frozen; set model.experts.balance.bias_rate to 0.")
-        of_experts = getattr(self.adapter, "expert_targets", None)
+        of_experts = adapter.expert_targets
         for key, found, works in (
-            ("adapter.dropout", getattr(self.adapter, "dropout", 0), 0),
+            ("adapter.dropout", adapter.dropout, 0),
             ("compute.matmul", self.compute.matmul, "dtype"),
         ):
             if of_experts and found != works:
@@ -289,7 +289,7 @@ class TrainConfig(Settings):
                     f"adapter.targets has expert_{of_experts[0]}, a matrix of each expert, and {key} is {found}; "
                     f"beside adapters of experts it has to be {works}. Other targets have no such limit."
                 )
-        base = getattr(self.adapter, "base", "dtype")
+        base = adapter.base
         for key, value, instead in (("gather", "per_step", "per_layer"), ("remat", "none", "full")):
             if base != "dtype" and getattr(self.compute, key) == value and not (key == "remat" and self.pipeline):
                 raise UserError(
@@ -314,7 +314,7 @@ class TrainConfig(Settings):
                         "give sources of type chat with form: pairs" if together > 1 else "set objective.type to dpo"
                     )
                     raise UserError(f"data.{group}.{name} {found}, but objective.type is {kind}; {advice}.")
-        if isinstance(objective, NextTokenConfig):
+        if objective.is_models_own:
             return
         keys = {
             "pipeline": self.pipeline is not None,

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import draccus
 
-from gregale.data.tokenizers import BpeConfig
 from gregale.errors import KeyedError, UserError, below
 from gregale.formatting import format_setting
 from gregale.runs.parsing import FROM, STAGES, decoded
@@ -176,7 +175,7 @@ def changed(config: Any, given: Mapping[str, Any], key: str) -> Any:
     if fixed:
         named = "; ".join(f"{change} ({change.fixed.why})" for change in fixed if change.fixed)
         raise KeyedError(key, "has a change", f" that a run cannot make: {named}.")
-    if isinstance(found.data.tokenizer, BpeConfig) and found.data.sources.keys() != config.data.sources.keys():
+    if found.data.tokenizer.trained and found.data.sources.keys() != config.data.sources.keys():
         raise KeyedError(
             f"{key}.data.sources",
             "has another source",

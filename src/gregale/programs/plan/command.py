@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gregale.atomic_files import write_bytes
 from gregale.data.sources.base import expand
-from gregale.data.tokenizers import FileConfig, vocabulary_size
+from gregale.data.tokenizers import vocabulary_size
 from gregale.errors import UserError
 from gregale.programs.command import Command
 from gregale.programs.plan.devices import Target, simulated_target, topology_target
@@ -130,7 +130,7 @@ def searched(options: PlanOptions, config: TrainConfig, tokens: int, target: Tar
 def tokens_of(config: TrainConfig) -> int:
     """Return the tokenizer's number of tokens; without its file, the configured number of rows of the model."""
     tokenizer, rows = config.data.tokenizer, config.model.vocabulary
-    if rows is not None and isinstance(tokenizer, FileConfig) and not Path(expand(tokenizer.path)).exists():
+    if rows is not None and tokenizer.json_path is not None and not Path(expand(tokenizer.json_path)).exists():
         return rows
     return vocabulary_size(tokenizer)
 

@@ -38,7 +38,6 @@ from gregale.errors import UserError
 from gregale.methods.method import Method
 from gregale.model.config import DTYPES
 from gregale.model.execution import execution
-from gregale.objectives import DpoConfig, NextTokenConfig
 from gregale.programs.plan.devices import Target
 from gregale.programs.runtime.setup import Setup
 from gregale.training.compiler import compiler_options, sums_behind
@@ -94,7 +93,7 @@ def frozen_shapes(setup: Setup) -> dict[str, Any]:
         parts[is_quantised(form)].append(leaf)
     blocks = next((form.codec.format for form in stored if is_quantised(form)), None)
     reference = parts[False] + parts[True] if setup.config.objective.needs_reference else []
-    drops = getattr(setup.config.adapter, "dropout", 0) > 0
+    drops = setup.config.adapter.dropout > 0
     frozen = {"frozen": parts[False], "quantised": parts[True], "blocks": blocks, "reference": reference}
     return {**frozen, "drops": drops}
 
@@ -135,10 +134,10 @@ def step_shape(setup: Setup, method: Method | None = None) -> StepShape:
 def lacking(setup: Setup) -> str | None:
     """Return the sentence, without its stop, about the closed forms that a run lacks; None: it lacks none."""
     config = setup.config
-    if not isinstance(config.objective, NextTokenConfig | DpoConfig):
+    if not config.objective.has_closed_forms:
         kind = config.objective.get_choice_name(type(config.objective))
         return f"objective.type is {kind}, and the closed forms of memory and time are for next_token and dpo"
-    if getattr(config.adapter, "expert_targets", None):
+    if config.adapter is not None and config.adapter.expert_targets:
         return "adapter.targets has matrices of experts, which the closed forms of memory and time are not for"
     if not config.mapping.has_closed_forms:
         return "mapping is not the default (experts aside), which the closed forms of memory and time are for"

@@ -244,15 +244,15 @@ def overlap_of(program: Program, schedule: Schedule | None) -> dict[str, dict[st
 
 def base_note(setup: Setup) -> str | None:
     """Return the note about frozen weights in blocks, and about projections that are not; None without blocks."""
-    base = getattr(setup.config.adapter, "base", "dtype")
-    if base == "dtype":
+    adapter = setup.config.adapter
+    if adapter is None or adapter.base == "dtype":
         return None
     held, paths = frozen_shapes(setup), parameters_of(setup.base).items()
     whole = [path for path, leaf in paths if is_of_linear(leaf) and any(leaf is each for each in held["frozen"])]
     beside = f", among them {listed(whole)}, whose last input axis 64 does not divide" if whole else ""
     blocks, others = (sum(leaf.size for leaf in held[name]) for name in ("quantised", "frozen"))
     dtype = setup.config.compute.dtype
-    return f"adapter.base is {base}: {blocks:,} frozen values are in blocks, and {others:,} in {dtype}{beside}."
+    return f"adapter.base is {adapter.base}: {blocks:,} frozen values are in blocks, and {others:,} in {dtype}{beside}."
 
 
 def notes_of(plan: Plan, programs: dict[str, dict[str, Any]]) -> list[str]:

@@ -41,7 +41,6 @@ from gregale.evaluation.tasks import (
 )
 from gregale.inference.generate import Sampling, check_scored, scores
 from gregale.model.execution import Execution
-from gregale.objectives import NextTokenConfig
 from gregale.programs.runtime.batches import GlobalBatches, Placement
 from gregale.programs.runtime.initial_model import NEXT_TOKEN, checked_loss
 from gregale.programs.runtime.sampler import MAX_BATCH, Sampler, TextFormat, beside_training, chat_prompts
@@ -214,7 +213,7 @@ class Evaluator:
         objective, first = setup.config.objective, text.first
         if first is not None and first.rows_together != objective.rows_together:
             objective = NEXT_TOKEN  # text beside the run's pairs
-        self._in_bytes, self.objective = isinstance(objective, NextTokenConfig), objective
+        self._in_bytes, self.objective = objective.is_models_own, objective
         self._named: list[str] = []  # the objective's metrics, whose sums follow; known once the program is traced
         execution = setup.evaluation_execution()
         by_token = token_losses(setup, execution) if setup.config.evaluation.by_position else None
@@ -332,7 +331,7 @@ def token_losses(setup: Setup, execution: Execution) -> Callable[[Any, dict[str,
     """Return the function (model, batch) -> losses of the targets, nats [batch, position]; raise `UserError`."""
     config = setup.config.model
     check_scored(setup.model, config.get_choice_name(type(config)))
-    rows = getattr(getattr(config, "logits", None), "rows", None) or setup.Vocab.size
+    rows = config.logit_rows or setup.Vocab.size
 
     def losses(model, batch: dict[str, NamedArray]) -> jax.Array:
         found, _ = scores(model, batch, rows, execution)

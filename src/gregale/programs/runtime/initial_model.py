@@ -16,7 +16,7 @@ from gregale.axes.layout import BATCH, is_named
 from gregale.axes.parameters import buffers_of, is_buffer, is_parameter, position_order, trainable
 from gregale.errors import UserError, plugin_errors
 from gregale.model.adapters import adapted, hashed, quantised
-from gregale.model.config import DTYPES, LoraConfig, ModelConfig
+from gregale.model.config import DTYPES, ModelConfig
 from gregale.model.execution import Execution
 from gregale.model.losses import Losses, losses_of
 from gregale.objectives import NextTokenConfig, ObjectiveConfig, Passes
@@ -35,12 +35,11 @@ def checked_loss(
     - `frozen`: as in `Passes`
     """
     what, owner = f"model.type {config.get_choice_name(type(config))}: {type(model).__name__}.loss", type(model)
-    if not isinstance(objective, NextTokenConfig):
+    if not objective.is_models_own:
         owner = type(objective)
         what = f"objective.type {objective.get_choice_name(owner)}: {owner.__name__}.loss"
-    rows = getattr(getattr(config, "logits", None), "rows", None)
     with plugin_errors(what, owner):
-        found = objective.loss(Passes(model, batch, run, rows, frozen))
+        found = objective.loss(Passes(model, batch, run, config.logit_rows, frozen))
     pair = isinstance(found, tuple) and [jnp.shape(each) for each in found[:2] if is_array(each)] == [(), ()]
     if not pair or not (isinstance(found, Losses) or len(found) == 2):
         raise UserError(
@@ -97,7 +96,7 @@ def base_model(config: TrainConfig, Vocab: Axis, key: jax.Array) -> Any:
         return model
 
     def cast(leaf):
-        return leaf.astype(dtype) if is_parameter(getattr(leaf, "array", leaf)) else leaf
+        return leaf.astype(dtype) if is_parameter(leaf.array if is_named(leaf) else leaf) else leaf
 
     return jax.tree.map(cast, model, is_leaf=lambda leaf: is_named(leaf) or is_buffer(leaf))
 
@@ -105,7 +104,7 @@ def base_model(config: TrainConfig, Vocab: Axis, key: jax.Array) -> Any:
 def stored_base(config: TrainConfig, Vocab: Axis, key: jax.Array) -> Any:
     """Return the model without adapters in the form in which devices hold it, by `adapter.base`."""
     model = base_model(config, Vocab, key)
-    return quantised(model, config.adapter.base) if isinstance(config.adapter, LoraConfig) else model
+    return model if config.adapter is None else quantised(model, config.adapter.base)
 
 
 def initial_model(config: TrainConfig, Vocab: Axis, key: jax.Array) -> Any:
@@ -116,7 +115,7 @@ def initial_model(config: TrainConfig, Vocab: Axis, key: jax.Array) -> Any:
 
 def with_adapters(config: TrainConfig, model: Any, key: jax.Array) -> Any:
     """Return a model with new adapters, and with marks on its own weights."""
-    assert isinstance(config.adapter, LoraConfig)
+    assert config.adapter is not None
     return adapted(model, config.adapter, jax.random.fold_in(key, 1))
 
 
@@ -133,7 +132,7 @@ def dropping(config: TrainConfig, run: Execution, batch) -> Execution:
 
     So a resume repeats it, and other rows beside it, microbatches, stages or replicas, do not change it.
     """
-    if not isinstance(config.adapter, LoraConfig) or config.adapter.dropout == 0:
+    if config.adapter is None or config.adapter.dropout == 0:
         return run
     tokens, seed = batch["tokens"].rearrange((BATCH, ...)).array, jax.random.key(config.seed)
     order = position_order(tokens.shape[1], run.layout.context)

@@ -25,7 +25,6 @@ from gregale.axes.mapping import check_arrays, check_mapping, mapped_layout
 from gregale.axes.parameters import QuantisedWeight, is_quantised
 from gregale.communication.reduce import further_splits, rows_per_part
 from gregale.errors import UserError, multiples_near
-from gregale.model.config import LoraConfig
 from gregale.runs.config import TrainConfig
 
 
@@ -77,7 +76,7 @@ def check_together(config: TrainConfig, rows: int) -> None:
 
 def with_rank(layout: Layout, config: TrainConfig) -> Layout:
     """Return the layout in which `lora_rank` lies like `embed`, if its devices divide it: it splits factors too."""
-    if not isinstance(config.adapter, LoraConfig) or LORA_RANK in layout.params:
+    if config.adapter is None or LORA_RANK in layout.params:
         return layout
     params, finest = (mesh_axes_of(mapping.get(EMBED, ())) for mapping in (layout.params, layout.opt_state))
     if config.adapter.rank % prod(layout.mesh.shape[name] for name in (*finest, ISLAND)):

@@ -28,7 +28,7 @@ from gregale.data.sources.chat import ChatRows
 from gregale.data.tokenizers import Tokenizer
 from gregale.errors import UserError
 from gregale.huggingface.folder import GENERATION, read_json
-from gregale.inference.generate import BLOCK, Generator, Prompt, Sampling, UncachedDecoder, sampling_form, width_of
+from gregale.inference.generate import BLOCK, Generator, Prompt, Sampling, sampling_form, width_of
 from gregale.model.execution import execution
 from gregale.programs.runtime.setup import Setup
 from gregale.runs.run_directory import RunDirectory
@@ -286,7 +286,7 @@ class Sampler:
     def __init__(self, setup: Setup, form: TextFormat, placement: SamplerPlacement):
         config = setup.config
         self._formed = partial(sampling_form, kind=config.model.get_choice_name(type(config.model)))
-        if isinstance(self._formed(setup.model), UncachedDecoder):  # it has no cache to split
+        if self._formed(setup.model) is not setup.model:  # it has no cache to split
             placement = replace(placement, layout=unsplit(placement.layout, POSITION))
         self._trained_on, self._placement, self._form = setup.layout.mesh, placement, form
         compute = replace(config.compute, matmul="dtype")  # a token's products are bound by memory

@@ -42,7 +42,7 @@ from gregale.huggingface.weights import read_model, reader
 from gregale.inference.generate import multiple_of
 from gregale.methods.method import Method
 from gregale.model.adapters import factor_paths, merged_weight
-from gregale.model.config import LoraConfig
+from gregale.model.config import AdapterConfig
 from gregale.model.llama import LlamaConfig
 from gregale.objectives import NextTokenConfig
 from gregale.programs.runtime.expert_parallelism import set_up
@@ -360,7 +360,7 @@ def merging(setup: Setup, own: Read, base: Read) -> Read:
     """Return a function that reads what the run has trained (`own`), or a weight of its base, with its adapter."""
     trained = {*parameters_of(trainable(setup.model)), *parameters_of(buffers_of(setup.model))}
     held = {path_of(path): leaf for path, leaf in _leaves(setup.stored_base) if is_quantised(leaf)}
-    scale = getattr(setup.config.adapter, "scale", 1.0)
+    scale = 1.0 if setup.config.adapter is None else setup.config.adapter.scale
 
     def read(path: str) -> NamedArray:
         if path in trained:
@@ -520,7 +520,7 @@ def continued(setup: Setup, base: Base) -> Any:
     Raises `UserError` if they are of other targets or of another rank or scale, or were trained beside other weights.
     """
     config = setup.config.adapter
-    if not isinstance(config, LoraConfig) or config.start_from is None:
+    if config is None or config.start_from is None:
         return None
     folder = Path(config.start_from)
     if (folder / ADAPTER).is_file():
@@ -533,7 +533,7 @@ def continued(setup: Setup, base: Base) -> Any:
     )
 
 
-def _adapters_of_run(setup: Setup, config: LoraConfig, name: str, base: Base) -> dict[str, NamedArray]:
+def _adapters_of_run(setup: Setup, config: AdapterConfig, name: str, base: Base) -> dict[str, NamedArray]:
     run = find_run(name)
     theirs = run.read_config()
     if theirs.adapter is None:
@@ -553,9 +553,19 @@ def _adapters_of_run(setup: Setup, config: LoraConfig, name: str, base: Base) ->
 
 def family_of(setup: Setup, run: RunDirectory) -> Family:
     """Return the family of a run's model: that of the imported model at its beginning, if there is one."""
-    assert isinstance(setup.config.model, LlamaConfig)
     saved = read_json(run.huggingface / CONFIG) if (run.huggingface / CONFIG).is_file() else {}
-    return family_that_has(setup.config.model, saved)
+    return family_that_has(decoder_of(setup.config), saved)
+
+
+def decoder_of(config: TrainConfig) -> LlamaConfig:
+    """Return the model's configuration; raise `UserError` if it is none that transformers has."""
+    if not isinstance(config.model, LlamaConfig):
+        kind = config.model.get_choice_name(type(config.model))
+        raise UserError(
+            f"model.type is {kind}, a model of your own: other programs have no such model, so nothing could load the "
+            "folder. `gregale export` writes models of type llama, gemma and gpt_oss."
+        )
+    return config.model
 
 
 def base_name(base: Base, given: str | None) -> str:
@@ -573,5 +583,5 @@ def base_name(base: Base, given: str | None) -> str:
 def write_adapter_settings(folder: Path, setup: Setup, slots: list[Slot], base: str) -> None:
     """Write adapter_config.json; `base`: the model that the adapters are for, see `base_name`."""
     config = setup.config
-    assert isinstance(config.adapter, LoraConfig)
+    assert config.adapter is not None
     write_json(folder / ADAPTER, adapter_settings(config.adapter, slots, base, config.model.experts is not None))

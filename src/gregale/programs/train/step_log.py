@@ -31,6 +31,7 @@ from gregale.data.mixtures import Mixtures, tokens_of
 from gregale.distributed.liveness import Phase, Progress
 from gregale.errors import UserError
 from gregale.methods.method import Inspected, Method, Probe, PseudoGradient, cosine
+from gregale.model.config import ModelMethods
 from gregale.programs.plan.estimates import has_closed_forms, step_shape
 from gregale.programs.runtime.batches import GlobalBatches
 from gregale.programs.runtime.parameter_groups import rules_of
@@ -345,10 +346,10 @@ def _probe(setup: Setup, method: Method) -> Probe:
     execution = setup.evaluation_execution(method.step_layout)
 
     def probe(model, batch: Tree) -> Tree:
-        found = {}
-        if hasattr(model, "attention_logit_maxima"):
-            found["logits"] = model.attention_logit_maxima(batch, execution)
-        if hasattr(model, "expert_loads") and (loads := model.expert_loads()) is not None:
+        own, found = ModelMethods.of(model), {}
+        if own.attention_logit_maxima is not None:
+            found["logits"] = own.attention_logit_maxima(batch, execution)
+        if own.expert_loads is not None and (loads := own.expert_loads()) is not None:
             found["loads"] = loads
         return found
 
