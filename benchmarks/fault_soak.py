@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import mean, median
 
 from benchmarks.latency import delayed
-from gregale.distributed.rendezvous import read_token
+from gregale.distributed.agreement import read_token
 from gregale.islands.transport.client import PeerUnreachable, RequestRejected, ask_status
 from tests.fleet import Fleet, Island, Seconds, metrics
 from tests.namespaces import Network, rate_limited

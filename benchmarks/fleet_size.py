@@ -14,7 +14,7 @@ import time
 from dataclasses import asdict
 from queue import Queue
 
-from gregale.distributed.rendezvous import canonical, to_text
+from gregale.distributed.agreement import canonical, to_text
 from gregale.islands.driver import ViewPoller
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.headers import seed

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.faults import write_inputs
-from gregale.distributed.rendezvous import read_token
+from gregale.distributed.agreement import read_token
 from gregale.islands.transport.client import ask_status
 from tests.fleet import Fleet, Island, Seconds
 

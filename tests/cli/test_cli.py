@@ -7,6 +7,7 @@ import sys
 import types
 import warnings
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import pytest
 
@@ -27,6 +28,7 @@ class Model:
     layers: int = field(default=2, metadata={"help": "number of layers"})
     tied: bool = field(default=False, metadata={"help": "one table"})
     betas: tuple[float, float] = field(default=(0.9, 0.95), metadata={"help": "decays"})
+    is_at_hub: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)

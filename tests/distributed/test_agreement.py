@@ -2,7 +2,7 @@
 
 import pytest
 
-from gregale.distributed.rendezvous import difference, format_term, from_text, to_text
+from gregale.distributed.agreement import difference, format_term, from_text, to_text
 
 
 def test_the_first_key_is_told_with_its_values_and_whose_they_are_and_other_keys_by_name():

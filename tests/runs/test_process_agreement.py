@@ -10,10 +10,11 @@ import jax
 import pytest
 
 from gregale.distributed import devices
+from gregale.distributed.agreement import difference, to_text
 from gregale.distributed.config import DistributedConfig
 from gregale.distributed.devices import environment_terms, source_digest, version_terms
 from gregale.distributed.liveness import EXIT_CODE, Peer
-from gregale.distributed.rendezvous import agree, difference, to_text
+from gregale.distributed.rendezvous import agree
 from gregale.errors import UserError
 from gregale.islands.run import MUST_AGREE
 from gregale.runs.config import TrainConfig

@@ -21,9 +21,10 @@ import jax
 import jaxlib.version
 from jax._src.clusters import ClusterEnv, cloud_tpu_cluster  # no public function asks the cluster without joining
 
+from gregale.distributed.agreement import Terms, format_term
 from gregale.distributed.config import AUTO, DistributedConfig
 from gregale.distributed.liveness import EXIT_CODE, LivenessMonitor, log_line
-from gregale.distributed.rendezvous import Terms, agree, format_term, wait_for_processes
+from gregale.distributed.rendezvous import agree, wait_for_processes
 from gregale.errors import UserError
 from gregale.version import __version__
 

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gregale.distributed.rendezvous import canonical
+from gregale.distributed.agreement import canonical
 from gregale.errors import UserError
 from gregale.islands.network_reducer import Handle
 from gregale.islands.outer import HostOuter, OuterView, Prepared, ValidatedState

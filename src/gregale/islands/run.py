@@ -20,8 +20,8 @@ from gregale.checkpoint.store import Checkpoints
 from gregale.data.mixtures import Mixtures, with_mixture
 from gregale.data.preparation import Corpus
 from gregale.data.sources.base import expand
+from gregale.distributed.agreement import ABSENT, difference, format_term, from_text, to_text
 from gregale.distributed.liveness import Elapsed, Phase
-from gregale.distributed.rendezvous import ABSENT, difference, format_term, from_text, to_text
 from gregale.errors import UserError
 from gregale.islands.config import IslandsConfig, settings_of
 from gregale.islands.driver import Driver

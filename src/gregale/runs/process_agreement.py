@@ -16,8 +16,9 @@ from gregale.checkpoint.multihost import messages_of_all
 from gregale.data.config import VALIDATION
 from gregale.data.preparation import Corpus
 from gregale.data.store import json_sha256
+from gregale.distributed.agreement import difference, format_term, from_text, to_text
 from gregale.distributed.liveness import process_label
-from gregale.distributed.rendezvous import RULE, difference, format_term, from_text, to_text
+from gregale.distributed.rendezvous import RULE
 from gregale.errors import UserError
 from gregale.evaluation.tasks import Task
 from gregale.runs.history import flat

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from gregale.distributed.rendezvous import to_text
+from gregale.distributed.agreement import to_text
 from gregale.islands.protocol.decision import SPLIT_AFTER, decide
 from gregale.islands.protocol.headers import NO_GENERATION, AcceptedResult, Generation, View
 from gregale.islands.protocol.outliers import Size

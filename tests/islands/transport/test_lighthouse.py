@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import pytest
 
-from gregale.distributed.rendezvous import canonical
+from gregale.distributed.agreement import canonical
 from gregale.errors import UserError
 from gregale.islands.protocol.headers import FORMAT
 from gregale.islands.protocol.settings import LAN

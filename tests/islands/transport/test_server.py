@@ -14,7 +14,7 @@ from datetime import datetime
 import numpy as np
 import pytest
 
-from gregale.distributed.rendezvous import read_token
+from gregale.distributed.agreement import read_token
 from gregale.errors import UserError
 from gregale.islands.transport import certificates, listener, snapshot_store
 from gregale.islands.transport import server as module

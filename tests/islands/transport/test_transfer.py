@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from gregale.distributed.rendezvous import canonical
+from gregale.distributed.agreement import canonical
 from gregale.islands.transport import client, snapshot_store, transfer
 from gregale.islands.transport.client import RequestRejected
 from gregale.islands.transport.server import Handler, Server

@@ -9,7 +9,7 @@ import pytest
 from gregale.data.config import DataConfig
 from gregale.data.mixtures import with_mixture
 from gregale.data.sources import SourceConfig, TextSource
-from gregale.distributed.rendezvous import difference, from_text
+from gregale.distributed.agreement import difference, from_text
 from gregale.errors import UserError
 from gregale.islands.protocol.wire import pack, read_texts, to_texts
 from gregale.islands.run import agreement, check_mixtures, disagreement

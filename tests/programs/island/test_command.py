@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gregale.distributed.rendezvous import canonical
+from gregale.distributed.agreement import canonical
 from gregale.errors import UserError
 from gregale.islands.protocol.headers import seed
 from gregale.islands.run import check_prolonged, check_restored

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from gregale.atomic_files import is_process_dead
-from gregale.distributed.rendezvous import read_token
+from gregale.distributed.agreement import read_token
 from gregale.errors import Busy
 from gregale.islands.local_fleet import claimed, end, end_of, make_token
 

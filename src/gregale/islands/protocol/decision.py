@@ -59,7 +59,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from gregale.distributed.rendezvous import difference, from_text
+from gregale.distributed.agreement import difference, from_text
 from gregale.islands.protocol import outliers
 from gregale.islands.protocol.headers import NO_ROUND, AcceptedResult, Generation, Header, Peer, View
 from gregale.islands.protocol.ledger import LeaseReport, digest_of

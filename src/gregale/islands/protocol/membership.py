@@ -32,7 +32,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from gregale.distributed.rendezvous import listed
+from gregale.formatting import listed
 from gregale.islands.protocol.wire import NO_ROUND
 
 BEATS_PER_TIMEOUT = 5

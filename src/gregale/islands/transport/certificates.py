@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from gregale.distributed.rendezvous import canonical
+from gregale.distributed.agreement import canonical
 
 # Against guesses of a weak token; the certificate is the same for all versions of Gregale that have these values.
 SCRYPT = {"salt": b"gregale fleet", "n": 1 << 14, "r": 8, "p": 1, "dklen": 32}

@@ -12,7 +12,7 @@ from http.client import HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any
 
 from gregale.atomic_files import os_error_text
-from gregale.distributed.rendezvous import canonical
+from gregale.distributed.agreement import canonical
 from gregale.islands.transport.tls import PeerRefused, check_peer, tls_contexts
 
 LARGEST_REPLY_BYTES = 1 << 20

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 
-from gregale.distributed.rendezvous import canonical, digest
+from gregale.distributed.agreement import canonical, digest
 from gregale.errors import UserError
 from gregale.islands.protocol.choice import Choice
 from gregale.islands.protocol.headers import FORMAT

@@ -17,7 +17,7 @@ from pathlib import Path
 from zlib import compress
 
 from gregale.atomic_files import os_error_text, write_bytes
-from gregale.distributed.rendezvous import canonical
+from gregale.distributed.agreement import canonical
 from gregale.errors import UserError
 from gregale.islands.protocol.headers import FORMAT
 from gregale.islands.protocol.membership import MOST_RUNS, Ask, Formed, Membership, Record

@@ -20,7 +20,7 @@ from http.client import HTTPException
 from ssl import SSLSocket
 from typing import NamedTuple
 
-from gregale.distributed.rendezvous import canonical
+from gregale.distributed.agreement import canonical
 from gregale.islands.transport.client import OUTWARDS, PeerClient, PeerUnreachable, RequestRejected
 from gregale.islands.transport.tls import shut, tls_contexts
 

@@ -16,7 +16,7 @@ from threading import Lock
 from typing import Any
 
 from gregale.atomic_files import NO_LOCKS, write_bytes
-from gregale.distributed.rendezvous import canonical, digest
+from gregale.distributed.agreement import canonical, digest
 from gregale.errors import UserError
 
 Entry = tuple[int, str]

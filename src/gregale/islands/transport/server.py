@@ -19,7 +19,7 @@ from socket import socket
 from socketserver import StreamRequestHandler
 from typing import Any
 
-from gregale.distributed.rendezvous import canonical
+from gregale.distributed.agreement import canonical
 from gregale.errors import UserError
 from gregale.islands.transport.client import OUTWARDS, RECIPIENT, STATUS_PATH, STREAM_PATH, RequestRejected
 from gregale.islands.transport.listener import IDLE_SECONDS, KEPT_SECONDS, Listener, RateLimitedLines

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from gregale.distributed.rendezvous import digest
+from gregale.distributed.agreement import digest
 from gregale.islands.transport.client import RequestRejected
 
 Expected = Mapping[str, tuple[tuple[int, ...], np.dtype]]

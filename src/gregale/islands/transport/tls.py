@@ -15,7 +15,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gregale.distributed.rendezvous import read_token
+from gregale.distributed.agreement import read_token
 from gregale.errors import UserError, install_hint
 from gregale.islands.transport.revocations import Revocations, list_beside
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gregale.distributed.rendezvous import digest
+from gregale.distributed.agreement import digest
 from gregale.islands.transport.client import Dial, PeerClient, PeerUnreachable, RequestRejected
 from gregale.islands.transport.snapshot_store import (
     CHUNK_BYTES,
