@@ -114,7 +114,7 @@ def test_its_plan_is_the_compiled_program_and_names_what_it_lacks(folder, gregal
     assert logged(folder, "replica_bytes")[:2] == [sent, 2 * sent], "the method says what the compiled program sends"
     assert report["memory"]["peak"] > report["memory"]["parameters"] == sent
     assert (report["flops_per_token"], report["roofline"], report["methods"]) == (None, None, {})
-    assert "model.type is causal_mixer, which has no closed forms of memory and time" in report["notes"][0]
+    assert "model.type is causal_mixer: the closed forms of memory and time are for models" in report["notes"][0]
     assert "sync.type is gossip, which has no closed form of its traffic" in report["notes"][1]
     assert gregale("plan", "own.yaml") == 0
     assert "FLOPs of the model: unknown" in capsys.readouterr().out

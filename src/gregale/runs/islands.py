@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 from gregale.errors import KeyedError
 from gregale.settings import Range, Settings, at_least, check_path, setting, shown, whole
+from gregale.settings.rules import Rule
 
 NETWORKS = ("lan", "wan")
 SECONDS = Range(0, 86_400, above=True)
 MAX_NAME = 64
+LOCKSTEP = "all islands save after the same round, not by time. Give a number of steps."
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _ADDRESS = re.compile(".+:[0-9]+")
 _BIND = re.compile(r"[^\s:/]+(?::([0-9]{1,5}))?")
@@ -18,6 +20,8 @@ _BIND = re.compile(r"[^\s:/]+(?::([0-9]{1,5}))?")
 @dataclass(frozen=True)
 class IslandsConfig(Settings):
     """The settings of an island, a training run at one site; DiLoCo (`sync`) joins islands over a network."""
+
+    incompatible = (Rule("checkpoint.every & islands.lockstep", LOCKSTEP, "checkpoint.seconds"),)
 
     name: str | None = setting(None, "this island's unique name; null: the name of its host")
     lighthouse: str | list[str] | None = setting(

@@ -24,7 +24,6 @@ from gregale.programs.plan.shapes import (
     estimate,
     frozen_shapes,
     has_closed_forms,
-    lacking,
     parameter_shape,
     step_shape,
     tree_bytes,
@@ -33,6 +32,7 @@ from gregale.programs.plan.step import MEMORY, STEP, Plan, Program
 from gregale.programs.runtime.expert_parallelism import choice_of, in_places
 from gregale.programs.runtime.parameter_groups import parameter_groups
 from gregale.programs.runtime.setup import Setup
+from gregale.runs.rules import lacking
 
 
 def report_of(
@@ -249,8 +249,8 @@ def notes_of(plan: Plan, programs: dict[str, dict[str, Any]]) -> list[str]:
     notes, shape = [], parameter_shape(plan.setup)
     if not has_closed_forms(plan.setup):
         notes.append(
-            f"{lacking(plan.setup)}: there are no FLOPs, roofline, remedies and comparison of methods. All else is "
-            "from the compiled program."
+            f"{lacking(plan.setup.config)} So there are no FLOPs, roofline, remedies and comparison of methods. All "
+            "else is from the compiled program."
         )
     if (note := base_note(plan.setup)) is not None:
         notes.append(note)

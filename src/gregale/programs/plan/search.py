@@ -26,11 +26,12 @@ from gregale.programs.plan.devices import Target
 from gregale.programs.plan.island import island_of
 from gregale.programs.plan.remedies import Remedy, cost, remedies
 from gregale.programs.plan.report import link_bytes_per_second, memory_of
-from gregale.programs.plan.shapes import devices_of_a_replica, has_closed_forms, lacking
+from gregale.programs.plan.shapes import devices_of_a_replica, has_closed_forms
 from gregale.programs.plan.step import MEMORY, Plan, plan_step, scheduled_seconds, setup_for
 from gregale.programs.plan.text import size
 from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import TrainConfig
+from gregale.runs.rules import lacking
 
 ENOUGH = 3  # candidates that fit, by the compiler
 MAX_COMPILED = 8
@@ -85,7 +86,7 @@ def search(config: TrainConfig, tokens: int, target: Target, options: SearchOpti
     """
     setup = setup_for(config, tokens, target)
     if not has_closed_forms(setup):
-        raise UserError(f"search: {lacking(setup)}, so a search has nothing to start from.")
+        raise UserError(f"search has nothing to start from: {lacking(config)}")
     if config.mapping.leaves_experts_open:
         raise UserError(
             "search: mapping.compute.experts is auto, which may differ between candidates. Search with null, which "

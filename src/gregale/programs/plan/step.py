@@ -33,8 +33,10 @@ from gregale.programs.plan.shapes import (
 )
 from gregale.programs.plan.step_seconds import joined, link_grid
 from gregale.programs.runtime.expert_parallelism import set_up
-from gregale.programs.runtime.setup import Setup, check_replicas
+from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import TrainConfig
+from gregale.runs.rules import check
+from gregale.settings.rules import TRAINING
 from gregale.training.state import abstract_state
 
 STEP, WARM_UP = "step", "warm_up"
@@ -208,7 +210,7 @@ def setup_for(config: TrainConfig, tokens: int, target: Target) -> Setup:
     """Return the setup of a configuration for the target. Raises `UserError` as `plan_step`."""
     config = for_accelerators(config, target)
     setup = set_up(config, tokens, make_mesh(config.mesh, target.devices))
-    check_replicas(config, setup.layout)
+    check(config, setup.layout, TRAINING)
     return setup
 
 

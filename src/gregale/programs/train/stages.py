@@ -23,10 +23,12 @@ from gregale.methods.method import Method
 from gregale.programs.plan.shapes import abstract_batch
 from gregale.programs.runtime.evaluation import Evaluator, evaluation_text
 from gregale.programs.runtime.expert_parallelism import set_up
-from gregale.programs.runtime.setup import Setup, check_replicas
+from gregale.programs.runtime.setup import Setup
 from gregale.programs.train.inspection import is_due
 from gregale.runs.config import TrainConfig
 from gregale.runs.process_agreement import agree_on_text
+from gregale.runs.rules import check
+from gregale.settings.rules import TRAINING
 from gregale.tracking.trackers import check_installed
 from gregale.training.state import Stepper, abstract_state
 
@@ -118,7 +120,7 @@ def check_stages(config: TrainConfig) -> list[Setup]:
 def stage_setup(config: TrainConfig, tokens: int) -> Setup:
     setup = set_up(config, tokens, make_mesh(config.mesh, jax.devices()[: config.cpu_devices]))
     if config.islands.lighthouse is None:
-        check_replicas(config, setup.layout)
+        check(config, setup.layout, TRAINING)
     return setup
 
 
