@@ -119,7 +119,10 @@ def test_its_plan_is_the_compiled_program_and_names_what_it_lacks(folder, gregal
     assert gregale("plan", "own.yaml") == 0
     assert "FLOPs of the model: unknown" in capsys.readouterr().out
     assert gregale("plan", "own.yaml", "--search") == 2
-    assert "search: model.type is causal_mixer, which has no closed forms" in capsys.readouterr().err
+    assert (
+        "search: model.type is causal_mixer: the closed forms of memory and time are for models"
+        in capsys.readouterr().err
+    )
 
 
 def test_the_plan_has_each_program_of_the_first_steps_of_a_method(gregale, capsys):

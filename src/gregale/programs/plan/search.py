@@ -86,7 +86,7 @@ def search(config: TrainConfig, tokens: int, target: Target, options: SearchOpti
     """
     setup = setup_for(config, tokens, target)
     if not has_closed_forms(setup):
-        raise UserError(f"search has nothing to start from: {lacking(config)}")
+        raise UserError(f"search: {lacking(config)} So a search has nothing to start from.")
     if config.mapping.leaves_experts_open:
         raise UserError(
             "search: mapping.compute.experts is auto, which may differ between candidates. Search with null, which "
