@@ -33,7 +33,7 @@ from gregale.audit.pallas_cost import visible
 from gregale.audit.roofline import roofline
 from gregale.programs.plan.command import tokens_of
 from gregale.programs.plan.devices import topology_target
-from gregale.programs.plan.shapes import estimated_link_bytes, estimated_work, step_shape
+from gregale.programs.plan.estimates import estimated_link_bytes, estimated_work, step_shape
 from gregale.programs.plan.step import setup_for
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load

@@ -43,8 +43,8 @@ from gregale.model.execution import execution
 from gregale.model.llama import Llama
 from gregale.programs.runtime.evaluation import EvaluationText, Evaluator
 from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.sampler import unsplit
 from gregale.programs.runtime.setup import Setup
-from gregale.programs.sample.sampler import unsplit
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
 

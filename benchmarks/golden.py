@@ -4,6 +4,9 @@
     python -m benchmarks.golden record after.json             # in a checkout of the other, on the same machine
     python -m benchmarks.golden compare before.json after.json
 
+`programs` in place of `record` compiles the steps of the same runs for CPUs and for a TPU topology, and records each
+computation without its names and places in the source.
+
 Each run is a process of its own on simulated devices. A digest is of the names and bytes of all arrays of the last
 checkpoint. Processors of different kinds need not agree, so no figures are kept here.
 """
@@ -12,6 +15,7 @@ import argparse
 import hashlib
 import json
 import random
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -22,6 +26,10 @@ import yaml
 from tests.programs.tiny import FAST_TO_COMPILE, finished, lines, saved_state, start, write_config, write_inputs
 
 STEPS = 200
+CONFIG = "golden.yaml"
+WARMUP = 10  # steps of a run that another starts from, if only programs are compiled
+TPUS = 8
+TOPOLOGY = ("--topology", "v5e:2x2", "--slices", "2")
 MOST_DIFFERENCES = 10
 SMALL = {"model__layers": 4, "checkpoint__every": STEPS, "batch__microbatches": 1}
 DILOCO = {"type": "diloco", "period": 10, "warmup_steps": 20}
@@ -56,18 +64,20 @@ RUNS: dict[str, dict[str, Any]] = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    record = commands.add_parser("record")
-    record.add_argument("file", type=Path)
-    record.add_argument("--runs", nargs="+", default=list(RUNS), choices=RUNS)
-    record.add_argument("--steps", type=int, default=STEPS)
+    for command in ("record", "programs"):
+        record = commands.add_parser(command)
+        record.add_argument("file", type=Path)
+        record.add_argument("--runs", nargs="+", default=list(RUNS), choices=RUNS)
+        record.add_argument("--steps", type=int, default=STEPS)
     compare = commands.add_parser("compare")
     compare.add_argument("files", type=Path, nargs=2)
     options = parser.parse_args()
-    if options.command == "record":
+    if options.command != "compare":
+        of = recorded if options.command == "record" else compiled
         with tempfile.TemporaryDirectory() as folder:
             write_inputs(Path(folder))
             write_pairs(Path(folder))
-            found = {name: recorded(Path(folder), name, options.steps) for name in options.runs}
+            found = {name: of(Path(folder), name, options.steps) for name in options.runs}
         options.file.write_text(json.dumps(found, indent=1))
         return 0
     before, after = (json.loads(each.read_text()) for each in options.files)
@@ -86,25 +96,54 @@ def write_pairs(folder: Path) -> None:
 
 def recorded(folder: Path, name: str, steps: int) -> dict[str, Any]:
     """Return the losses, the norms and the digest of the last state of one run."""
-    changes = {"steps": steps, "cpu_devices": 8} | SMALL | RUNS[name]
-    changes["checkpoint__every"] = steps
-    if "objective" in changes:
-        pairs = {"type": "chat", "files": ["pairs.jsonl"], "form": "pairs", "packing": "pad"}
-        changes["data__sources"] = {"pairs": pairs}
-    path = folder / "golden.yaml"
-    write_config(folder, path.name, **changes)
-    config = yaml.safe_load(path.read_text()) | {"name": name.replace(" ", "-")}
-    if "start_from" in config:
-        del config["model"]
-    path.write_text(yaml.safe_dump(config))
-    code, out, error = finished(start(folder, "train", "golden.yaml", flags=FAST_TO_COMPILE))
-    if code:
-        raise SystemExit(f"{name}: {error or out}")
+    config = write_run(folder, name, steps)
+    called(folder, name, "train")
     run = folder / "runs" / config["name"]
     keys = ("loss", "grad_norm", "update_norm")
     found = [{key: each[key].hex() for key in keys if key in each} for each in lines(run) if "loss" in each]
     print(f"{name}: {len(found)} steps", file=sys.stderr, flush=True)
     return {"steps": found, "state": digest_of(saved_state(run, steps))}
+
+
+def compiled(folder: Path, name: str, steps: int) -> dict[str, Any]:
+    """Return the instructions of the compiled step of one run, for CPUs and for TPUs if the mesh has 8 devices."""
+    if "start_from" in RUNS[name] and not (folder / "runs" / RUNS[name]["start_from"]).exists():
+        recorded(folder, RUNS[name]["start_from"], WARMUP)
+    config = write_run(folder, name, steps)
+    targets = {"cpu": ()} | ({"tpu": TOPOLOGY} if config["cpu_devices"] == TPUS else {})
+    found = {}
+    for target, arguments in targets.items():
+        called(folder, name, "plan", "--hlo", "step.txt", *arguments)
+        found[target] = instructions((folder / "step.txt").read_text())
+        print(f"{name}, {target}: {len(found[target])} instructions", file=sys.stderr, flush=True)
+    return {"steps": [], **found}
+
+
+def instructions(text: str) -> list[str]:
+    """Return the lines of a compiled program, sorted, without names of values and places in the source."""
+    found = (re.sub(r", metadata=\{[^}]*\}|, backend_config=.*$", "", line).strip() for line in text.splitlines())
+    return sorted(re.sub(r"%[\w.-]+", "%", line) for line in found if " = " in line)
+
+
+def write_run(folder: Path, name: str, steps: int) -> dict[str, Any]:
+    changes = {"steps": steps, "cpu_devices": TPUS} | SMALL | RUNS[name]
+    changes["checkpoint__every"] = steps
+    if "objective" in changes:
+        pairs = {"type": "chat", "files": ["pairs.jsonl"], "form": "pairs", "packing": "pad"}
+        changes["data__sources"] = {"pairs": pairs}
+    path = folder / CONFIG
+    write_config(folder, path.name, **changes)
+    config = yaml.safe_load(path.read_text()) | {"name": name.replace(" ", "-")}
+    if "start_from" in config:
+        del config["model"]
+    path.write_text(yaml.safe_dump(config))
+    return config
+
+
+def called(folder: Path, name: str, command: str, *arguments: str) -> None:
+    code, out, error = finished(start(folder, command, CONFIG, *arguments, flags=FAST_TO_COMPILE))
+    if code:
+        raise SystemExit(f"{name}: {error or out}")
 
 
 def digest_of(arrays: dict[str, Any]) -> str:
@@ -122,8 +161,11 @@ def compared(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
         steps = [number for number, (one, other) in enumerate(pairs, 1) if one != other]
         if steps:
             found.append(f"{name}: {len(steps)} steps differ, the first is {steps[0]}")
-        elif before[name] != after[name]:
-            found.append(f"{name}: the last states differ")
+        found += [
+            f"{name}: {key} differs"
+            for key in sorted(before[name].keys() | after[name].keys())
+            if not steps and before[name].get(key) != after[name].get(key)
+        ]
     return found
 
 

@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 
 from gregale.audit.estimate import TPU, kind_of, sizes_of
 from gregale.programs.plan.devices import topology_target
-from gregale.programs.plan.memory_only_compile import Request, reported
-from gregale.programs.plan.shapes import estimate, step_shape, tree_bytes
-from gregale.programs.plan.step import STEP, setup_for
+from gregale.programs.plan.estimates import estimate, step_shape, tree_bytes
+from gregale.programs.plan.step import STEP, Request, reported, setup_for
 from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from gregale.tables import fitting, print_table
+from gregale.terminal import fitting, print_table
 
 HEADINGS = ("kind", "axes", "bytes each time", "note")
 ROWS = [

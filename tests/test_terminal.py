@@ -11,9 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from gregale.streams import ResilientStream, printable, say
-from gregale.tables import print_table
-from gregale.terminal import Console
-from gregale.tracking.console import Console as Tracker
+from gregale.terminal import Console, print_table
+from gregale.tracking.trackers import Console as Tracker
 
 HOSTILE = "a\x1b[2J\u202e[/b] \x9b1A"
 SHOWN = "a\\x1b[2J\\u202e[/b] \\x9b1A"
@@ -72,7 +71,7 @@ def test_progress_and_messages_of_a_run_are_lines_of_text(monkeypatch):
 # Standard output leads to a pipe without a reader, to a full disk, or to a file that may not grow.
 PROGRAM = """
 import sys
-from gregale.tracking.console import Console
+from gregale.tracking.trackers import Console
 
 with Console() as console:
     console.begin(2)

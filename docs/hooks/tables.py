@@ -22,7 +22,7 @@ import yaml
 from gregale.cli import PROGRAMS
 from gregale.cli.invocation import usage
 from gregale.runs.config import TrainConfig
-from gregale.runs.plugins import PluginOptions
+from gregale.runs.parsing import PluginOptions
 from gregale.runs.rules import CLOSED_FORMS, RULES
 from gregale.settings.decoding import REQUIRED, Entry, counterparts, entries, projects, types_of
 from gregale.settings.rules import CONFIGURATION, LAYOUT, TRAINING, Rule

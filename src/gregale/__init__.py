@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from gregale.model.config import ModelConfig
     from gregale.optim.config import OptimizerConfig
     from gregale.optim.schedules import ScheduleConfig
-    from gregale.programs.loaded_model import LoadedModel
-    from gregale.programs.python_api import TrainingResult, load, train
+    from gregale.programs.python_api import LoadedModel, TrainingResult, load, train
     from gregale.runs.config import TrainConfig
     from gregale.settings import setting
     from gregale.tracking.callback import Callback, CallbackConfig
@@ -47,7 +46,7 @@ __all__ = [
 _MODULES = {
     "Callback": "gregale.tracking.callback",
     "CallbackConfig": "gregale.tracking.callback",
-    "LoadedModel": "gregale.programs.loaded_model",
+    "LoadedModel": "gregale.programs.python_api",
     "ModelConfig": "gregale.model.config",
     "OptimizerConfig": "gregale.optim.config",
     "ScheduleConfig": "gregale.optim.schedules",

@@ -10,7 +10,7 @@ from gregale.audit.estimate import StepShape
 from gregale.axes.layout import MeshConfig, make_mesh
 from gregale.model.config import ComputeConfig
 from gregale.model.llama import LlamaConfig
-from gregale.programs.plan.shapes import abstract_batch, step_shape
+from gregale.programs.plan.estimates import abstract_batch, step_shape
 from gregale.programs.plan.step import known_trips
 from gregale.programs.runtime.expert_parallelism import set_up
 from gregale.programs.runtime.setup import Setup

@@ -28,7 +28,7 @@ from gregale.model.kernels.tpu.blocks import LANES
 from gregale.model.kernels.tpu.kernels import tpu_kernels
 from gregale.objectives import DpoConfig
 from gregale.optim import MuonConfig
-from gregale.programs.plan.shapes import abstract_batch, estimate, step_shape, tree_bytes
+from gregale.programs.plan.estimates import abstract_batch, estimate, step_shape, tree_bytes
 from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import BatchConfig
 from tests.audit.steps import FAST, lowered_step, small_setup, small_step

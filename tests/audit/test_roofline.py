@@ -10,7 +10,7 @@ from gregale.axes.parameters import trainable
 from gregale.model.config import ExpertsConfig, LoraConfig
 from gregale.model.execution import execution
 from gregale.objectives import DpoConfig
-from gregale.programs.plan.shapes import abstract_batch, step_shape
+from gregale.programs.plan.estimates import abstract_batch, step_shape
 from gregale.runs.config import BatchConfig
 from tests.audit.steps import flops_of, small_setup, small_step
 

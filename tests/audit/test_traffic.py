@@ -19,7 +19,7 @@ from gregale.model.config import BalanceConfig, ExpertsConfig, LoraConfig
 from gregale.model.llama import GptOssConfig
 from gregale.objectives import DpoConfig
 from gregale.optim import AdamWConfig, GroupConfig, MuonConfig
-from gregale.programs.plan.shapes import step_transfers
+from gregale.programs.plan.estimates import step_transfers
 from gregale.programs.runtime.expert_parallelism import set_up
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load

@@ -19,8 +19,9 @@ import pytest
 from haliax import Axis, NamedArray
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gregale.checkpoint import CheckpointConfig, files
-from gregale.checkpoint.files import MANIFEST, Region, RowRange, ShardExtent, rows_for
+from gregale.checkpoint import CheckpointConfig, files, manifest
+from gregale.checkpoint.files import Region, RowRange, ShardExtent, rows_for
+from gregale.checkpoint.manifest import MANIFEST
 from gregale.checkpoint.store import Checkpoints
 from gregale.errors import UserError
 from gregale.storage import RetryPolicy, StoragePath, files_below, names, storage_path
@@ -414,17 +415,17 @@ def test_a_disk_that_cannot_read_a_file_has_a_damaged_checkpoint(checkpoints, re
     for step in (1, 2):
         checkpoints.save(step, small(step), {})
     checkpoints.wait()
-    measured = files.measured
+    measured = manifest.measured
 
     def broken(path: Path, number: int) -> tuple[int, str]:
         if path.name == "00000-00000" and "step-00000002" in str(path):
             raise OSError(number, os.strerror(number), str(path))
         return measured(path)
 
-    monkeypatch.setattr(files, "measured", partial(broken, number=errno.EIO))
+    monkeypatch.setattr(manifest, "measured", partial(broken, number=errno.EIO))
     assert checkpoints.latest(small(0)).step == 1
     assert re.search(r"step 2 is damaged \(\w+/00000-00000 cannot be read: Input/output error in", reports[-1])
-    monkeypatch.setattr(files, "measured", partial(broken, number=errno.EACCES))
+    monkeypatch.setattr(manifest, "measured", partial(broken, number=errno.EACCES))
     with pytest.raises(UserError, match=r"The checkpoint of step 2 cannot be read: Permission denied: .*00000-00000"):
         checkpoints.latest(small(0))
 

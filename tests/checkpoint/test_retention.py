@@ -3,8 +3,14 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gregale.checkpoint.files import MANIFEST
-from gregale.checkpoint.store import CheckpointConfig, committed_steps, folder_name, superfluous, without_manifest
+from gregale.checkpoint.manifest import (
+    MANIFEST,
+    CheckpointConfig,
+    committed_steps,
+    folder_name,
+    superfluous,
+    without_manifest,
+)
 
 STEPS = st.sets(st.integers(0, 60), min_size=1)
 

@@ -48,7 +48,7 @@ STAGES = "--mesh.replica 1 --mesh.stage 2 --model.layers 4 --pipeline.repeats 1"
 THREE = "[" + ", ".join(3 * ["{words: 1}"]) + "]"
 MISTAKES = {
     "--batch.size 12": "batch.size is 12 ... replica 2 x data 2 x microbatches 2 = 8 ... 8 or 16 would work",
-    "--data.sources '{}'": "data.sources: empty ... csv, tsv, huggingface, jsonl, parquet, chat ... text, tokens",
+    "--data.sources '{}'": "data.sources: empty ... text, jsonl, csv, tsv, parquet, huggingface, tokens, chat",
     "--data.sources.words.files '*.a' '*.b'": "one word ... commas: `--data.sources.words.files *.a,*.b`",
     "--batch.microbatches 3": "batch.size is 8 ... microbatches 3 = 12 ... 12 would work",
     "--model.hidden 30 --model.head_size 16": "model.hidden is 30 ... = 4 ... 30 / 4 = 7.5 ... 28 or 32 would",

@@ -26,7 +26,7 @@ LEAST_TASK_BYTES = 10_000
 BUILDER = f"""
 import os, signal, sys
 from pathlib import Path
-from gregale.data import parts
+from gregale.data import store as parts
 from gregale.data.build import NamedSource, TokenCache, build_store
 from gregale.data.store import ChunkCache
 from gregale.data.sources import TextSource

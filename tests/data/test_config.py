@@ -115,7 +115,7 @@ def test_a_mistake_in_a_source_is_named_with_the_source_and_writes_nothing(confi
 
 
 def test_sources_that_train_no_bpe_are_refused(config, tmp_path):
-    types = "csv, tsv, huggingface, jsonl, parquet, chat, chat_csv, chat_parquet, chat_huggingface, text, tokens"
+    types = "text, jsonl, csv, tsv, parquet, huggingface, tokens, chat, chat_csv, chat_parquet, chat_huggingface"
     with pytest.raises(UserError, match=rf"data\.sources: empty; .*types are: {types}"):
         prepare(DataConfig(), 16, 0)
     np.arange(100, dtype=np.uint16).tofile(tmp_path / "a.bin")

@@ -15,7 +15,7 @@ from gregale.data.sources.chat import ChatSource
 from gregale.data.tokenizer_training import train_bpe
 from gregale.data.tokenizers import BpeConfig, FileConfig, LibraryTokenizer, counter_of_names, from_json
 from gregale.errors import UserError
-from gregale.programs.runtime.sliding_window import SlidingWindows
+from gregale.programs.runtime.evaluation import SlidingWindows
 from tests.data.test_text_bytes import END, LIBRARIES
 
 CHAT = "<|im_start|>user\nthe café<|im_end|>\n<|im_start|>assistant\nthe<|im_end|>"

@@ -15,7 +15,7 @@ from gregale.data.preparation import prepare
 from gregale.data.sources import JsonLinesSource
 from gregale.data.tokenizers import Corrections, FileConfig, LibraryTokenizer
 from gregale.evaluation.bigram import more_bytes_of
-from gregale.programs.runtime.sliding_window import SlidingWindows
+from gregale.programs.runtime.evaluation import SlidingWindows
 
 END = "</s>"
 TEXTS = ["the café", "a", " the end ", "ﬁne\nWÖRD  𝔘x", "the the the", "▁a\tb", "x" * 40]

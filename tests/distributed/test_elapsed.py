@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from gregale.checkpoint.store import CheckpointConfig
+from gregale.checkpoint.manifest import CheckpointConfig
 from gregale.distributed.liveness import Elapsed
 from gregale.errors import KeyedError
 

@@ -182,5 +182,5 @@ def test_a_fresh_machine_that_updates_itself_is_waited_for(stand_ins):
 
 
 def test_scripts_read_the_line_that_training_writes():
-    source = (ROOT / "src" / "gregale" / "checkpoint" / "saving.py").read_text()
+    source = (ROOT / "src" / "gregale" / "checkpoint" / "store.py").read_text()
     assert 'f"The checkpoint of step {step} is saved."' in source

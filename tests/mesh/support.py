@@ -23,7 +23,7 @@ from gregale.model.kernels.cpu import cpu_kernels
 from gregale.model.kernels.dispatch import KernelRequest, kernels_for
 from gregale.model.kernels.operations import Kernels
 from gregale.model.llama import Llama, LlamaConfig
-from gregale.programs.plan.shapes import step_transfers
+from gregale.programs.plan.estimates import step_transfers
 from gregale.programs.runtime.setup import Setup
 
 ROWS, POSITIONS, VOCABULARY = 32, 16, 64

@@ -22,14 +22,15 @@ from gregale.huggingface.peft import adapter_slots
 from gregale.methods.diloco import Diloco
 from gregale.model.adapters import Lora, quantised
 from gregale.model.config import MLP_TARGETS, LoraConfig
-from gregale.programs.plan.shapes import abstract_batch
+from gregale.model.execution import Products
+from gregale.programs.plan.estimates import abstract_batch
 from gregale.programs.plan.step import known_trips
 from gregale.programs.runtime.expert_parallelism import set_up
 from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
 from tests.axes.test_quantised_weight import dequantised
-from tests.mesh.support import assert_sends_its_closed_form, held, one_device, placed, rarely, token_batch
+from tests.mesh.support import assert_sends_its_closed_form, held, layout_of, placed, rarely, token_batch
 
 EMBED, HEADS, MLP, VOCABULARY, RANK, LAYERS = 48, 24, 80, 256, 8, 2
 ROWS, POSITIONS = 8, 32
@@ -265,7 +266,7 @@ def test_of_experts_adapters_need_products_of_their_inputs_in_the_compute_dtype_
 
 
 def test_dropout_takes_a_share_of_the_inputs_of_a_in_training_only():
-    In, Out, run = Axis("embed", 64), Axis("mlp", 64), one_device()
+    In, Out, run = Axis("embed", 64), Axis("mlp", 64), Products(layout=layout_of().inside_replica())
     same = hax.named(np.eye(64, dtype=np.float32), ("embed", "mlp"))
     plain = Linear(hax.zeros((In, Out)), None, In, Out)
     found = []

@@ -16,7 +16,7 @@ from gregale.methods.config import DilocoConfig, StreamingDilocoConfig
 from gregale.model.config import ComputeConfig
 from gregale.model.llama import GemmaConfig
 from gregale.optim import AdamWConfig, ConstantSchedule
-from gregale.programs.plan.shapes import step_shape
+from gregale.programs.plan.estimates import step_shape
 from gregale.programs.runtime.expert_parallelism import set_up
 from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import BatchConfig, TrainConfig

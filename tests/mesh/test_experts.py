@@ -28,7 +28,7 @@ from gregale.model.llama import GptOssConfig, LlamaConfig
 from gregale.optim import MuonConfig
 from gregale.programs.runtime.expert_parallelism import set_up
 from gregale.programs.runtime.setup import Setup
-from gregale.programs.train.inspection import load_figures
+from gregale.programs.train.step_log import load_figures
 from tests.mesh.support import executed, layout_of, one_device, rarely
 from tests.mesh.test_losses import steps_of
 from tests.mesh.test_mapping import ONE, VOCABULARY, step_of
@@ -98,7 +98,7 @@ def dense_loop(self: Experts, x: NamedArray, mask: NamedArray | None, execution:
 @contextmanager
 def loops() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Experts, "__call__", dense_loop)
+        patch.setattr(Experts, "with_sums", dense_loop)
         yield
 
 
@@ -208,7 +208,7 @@ def alone(layer: Experts, router: np.ndarray | None, execution: Execution, rows:
     tokens = NamedArray(jnp.asarray(np.concatenate([x[..., :15], np.ones((rows, 13, 1))], -1), jnp.float32), AXES)
 
     def out(layer):
-        return hax.sum(hax.square(layer(tokens, None, execution)[0])).scalar()
+        return hax.sum(hax.square(layer.with_sums(tokens, None, execution)[0])).scalar()
 
     def looped(layer):
         return hax.sum(hax.square(dense_loop(layer, tokens, None)[0])).scalar()
@@ -299,9 +299,9 @@ def test_adapters_of_experts_have_the_gradients_of_merged_matrices(mapping, mesh
         return jax.device_get(jax.tree.leaves(jax.jit(jax.value_and_grad(out, (0, 1)))(layer.adapters, x)))
 
     def exact(layer, x):
-        return merged(layer)(x, None, one_device()) if biased else dense_loop(merged(layer), x, None)
+        return merged(layer).with_sums(x, None, one_device()) if biased else dense_loop(merged(layer), x, None)
 
-    found, expected = gradients(lambda layer, x: layer(x, None, executed(layout))), gradients(exact)
+    found, expected = gradients(lambda layer, x: layer.with_sums(x, None, executed(layout))), gradients(exact)
     assert len(found) == 2 + 2 * len(targets)
     for mine, right in zip(found, expected, strict=True):
         assert np.linalg.norm(mine - right) <= 1e-5 * np.linalg.norm(right)
@@ -314,7 +314,7 @@ def test_beside_adapters_of_experts_no_gradient_of_a_matrix_is_computed_and_at_f
 
     def program(of):
         def out(trained):
-            return hax.sum(hax.square(of(trained)(x, None, run)[0])).scalar()
+            return hax.sum(hax.square(of(trained).with_sums(x, None, run)[0])).scalar()
 
         return jax.value_and_grad(out)
 
@@ -336,7 +336,7 @@ def test_products_of_8_bits_are_those_of_one_device_wherever_experts_lie(mapping
 
     def results(execution: Execution):
         def out(layer):
-            return hax.sum(hax.square(execution.gathered_layer(layer)(x, None, execution)[0])).scalar()
+            return hax.sum(hax.square(execution.gathered_layer(layer).with_sums(x, None, execution)[0])).scalar()
 
         return jax.device_get(jax.tree.leaves(jax.jit(jax.value_and_grad(out))(layer)))
 

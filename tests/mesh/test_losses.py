@@ -19,8 +19,8 @@ from gregale.methods.config import DilocoConfig, StreamingDilocoConfig
 from gregale.methods.method import StepMetrics
 from gregale.model.llama import Llama, LlamaConfig
 from gregale.model.losses import Losses
-from gregale.programs.runtime.checked_model import checked_loss
 from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.initial_model import checked_loss
 from gregale.programs.runtime.setup import Setup
 from gregale.programs.train.step_log import measured
 from gregale.training.state import StepReport

@@ -18,11 +18,10 @@ from gregale.axes.layout import MeshConfig
 from gregale.errors import UserError
 from gregale.model.config import ComputeConfig
 from gregale.model.llama import LlamaConfig
-from gregale.programs.plan.compiling import DUMPED, read_dump
 from gregale.programs.plan.devices import Target, topology_target
+from gregale.programs.plan.estimates import tree_bytes
 from gregale.programs.plan.report import kernels_of, report_of
-from gregale.programs.plan.shapes import tree_bytes
-from gregale.programs.plan.step import Plan, plan_step
+from gregale.programs.plan.step import DUMPED, Plan, plan_step, read_dump
 from gregale.runs.config import BatchConfig, TrainConfig
 from tests.programs.plans import tables
 

@@ -14,7 +14,7 @@ from gregale.audit import audit
 from gregale.axes.layout import BATCH, Layout
 from gregale.model.embedding import embed
 from gregale.model.execution import Execution
-from gregale.programs.sample.sampler import unsplit
+from gregale.programs.runtime.sampler import unsplit
 from tests.mesh.support import layout_of, placed
 
 Rows, Position, Embed = Axis(BATCH, 8), Axis("position", 512), Axis("embed", 16)

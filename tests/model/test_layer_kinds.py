@@ -9,8 +9,7 @@ from haliax import Axis
 
 from gregale.axes.layout import LAYERS
 from gregale.model.config import REMAT
-from gregale.model.execution import LayerSegment, layer_segments, named
-from tests.mesh.support import one_device
+from gregale.model.execution import LayerScan, LayerSegment, layer_segments, named
 
 WINDOWS, FULL = 0, 1
 GEMMA_3 = (*[WINDOWS] * 5, FULL) * 2 + (WINDOWS,) * 2
@@ -40,7 +39,7 @@ def test_scanned_layers_equal_a_loop(kinds, remat, unroll):
     Layers, Embed = Axis(LAYERS, len(kinds)), Axis("embed", 3)
     weights = hax.random.normal(jax.random.key(0), (Layers, Embed))
     x = hax.random.normal(jax.random.key(1), (Embed,))
-    run = one_device(remat=remat, unroll=unroll, recomputes_late=True)
+    run = LayerScan(remat=remat, unroll=unroll, recomputes_late=True)
 
     def block(x, weight, kind, place):
         x = hax.tanh(named(x * weight, "attention") + kind)
@@ -81,7 +80,7 @@ def recomputed(jaxpr) -> list[bool]:
 def test_layers_are_differentiated_one_by_one(kinds, first, layers, remat):
     """No layer is computed again before its gradient is there, nor while the products of a later one wait."""
     weights = hax.ones((Axis(LAYERS, len(kinds)), Axis("embed", 3)))
-    run = one_device(remat=remat, first_layers=first, recomputes_late=True)
+    run = LayerScan(remat=remat, first_layers=first, recomputes_late=True)
 
     def loss(weights, x):
         x, _ = run.scan_layers(lambda x, weight, kind: (hax.tanh(x * weight + kind), None), kinds, x, weights)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gregale.checkpoint import CheckpointConfig
-from gregale.checkpoint.files import MANIFEST
+from gregale.checkpoint.manifest import MANIFEST
 from gregale.checkpoint.store import Checkpoints
 from tests.process.two import run_two
 
@@ -28,7 +28,7 @@ from gregale.checkpoint import CheckpointConfig
 from gregale.checkpoint.multihost import by_first_process
 from gregale.checkpoint.store import Checkpoints
 from gregale.distributed.signals import Cut, StopRequest
-from gregale.programs.train.steps import Steps
+from gregale.programs.train.loop import Steps
 from gregale.runs.process_agreement import agree_on_text
 
 directory = Path(sys.argv[3])

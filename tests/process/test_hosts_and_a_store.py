@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from gregale.atomic_files import user_cache
-from gregale.checkpoint.files import find_damage
-from gregale.checkpoint.store import folder_name
+from gregale.checkpoint.manifest import find_damage, folder_name
 from gregale.distributed.liveness import EXIT_CODE
 from gregale.storage import ObjectPath, names
 from tests.forked import Popen

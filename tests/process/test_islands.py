@@ -24,9 +24,8 @@ from gregale.methods.island import Island
 from gregale.programs.runtime.batches import Placement
 from gregale.programs.runtime.expert_parallelism import set_up
 from gregale.runs.config import TrainConfig
+from gregale.runs.history import RunPaths, State, summary_of
 from gregale.runs.parsing import load
-from gregale.runs.run_paths import RunPaths
-from gregale.runs.run_summary import State, summary_of
 from tests.fleet import Fleet, Seconds, metrics
 from tests.methods.islands import Fleet as ByHand
 from tests.methods.islands import Member

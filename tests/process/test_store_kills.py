@@ -17,8 +17,8 @@ import jax
 import numpy as np
 import pytest
 
-from gregale.checkpoint.files import find_damage
-from gregale.checkpoint.store import Checkpoints, folder_name
+from gregale.checkpoint.manifest import find_damage, folder_name
+from gregale.checkpoint.store import Checkpoints
 from gregale.storage import ObjectPath
 from tests.forked import Popen
 
@@ -29,7 +29,7 @@ import sys
 import time
 
 from tests.process.test_store_kills import made_for
-from gregale.checkpoint import CheckpointConfig, parts
+from gregale.checkpoint import CheckpointConfig, files as parts
 from gregale.checkpoint.store import Checkpoints
 
 parts.PART_BYTES = 100_000

@@ -25,10 +25,9 @@ from gregale.huggingface.peft import FREE, adapter_slots, check_settings
 from gregale.model.config import LoraConfig
 from gregale.model.llama import Llama
 from gregale.model.losses import losses_of
-from gregale.programs.runtime.adapters import base_name, family_of
 from gregale.programs.runtime.expert_parallelism import set_up
 from gregale.programs.runtime.setup import Setup
-from gregale.programs.runtime.trained_model import Base, open_trained, weights_of
+from gregale.programs.runtime.trained_model import Base, base_name, family_of, open_trained, weights_of
 from gregale.programs.train.resume import started_state
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load

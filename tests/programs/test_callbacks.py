@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gregale.programs.train.evaluation import Evaluation
+from gregale.programs.train.loop import Evaluation
 from tests.plugins import EXAMPLES, plugins_from
 from tests.programs.tiny import assert_same_state, checkpoint_steps, lines
 

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from gregale.checkpoint.store import ExportConfig, folder_name
+from gregale.checkpoint.manifest import ExportConfig, folder_name
 from gregale.programs.train.exports import Exports
 from gregale.runs.run_directory import RunDirectory
 

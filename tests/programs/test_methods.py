@@ -14,9 +14,8 @@ from gregale.checkpoint.store import Checkpoints
 from gregale.cli import main
 from gregale.methods.diloco import Diloco
 from gregale.methods.schedule import Schedule
-from gregale.programs.runtime.checkpointed import checkpoint_template
 from gregale.programs.runtime.expert_parallelism import set_up
-from gregale.programs.runtime.trained_model import open_trained
+from gregale.programs.runtime.trained_model import checkpoint_template, open_trained
 from gregale.programs.train.resume import converted
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load

@@ -9,8 +9,8 @@ from gregale.data.preparation import prepare
 from gregale.data.tokenizers import load_tokenizer
 from gregale.inference.generate import Sampling
 from gregale.programs.runtime.evaluation import Evaluator, evaluation_text
+from gregale.programs.runtime.sampler import training_sampler
 from gregale.programs.runtime.trained_model import open_trained
-from gregale.programs.sample.sampler import training_sampler
 from tests.programs.test_sample import greedy_by_full_passes
 from tests.programs.tiny import lines
 

@@ -14,10 +14,10 @@ from gregale.data.sources.text import TextSource
 from gregale.data.tokenizers import SAVED_NAME, BpeConfig, BytesConfig, FileConfig, vocabulary_size
 from gregale.distributed.devices import with_flags
 from gregale.errors import UserError
+from gregale.programs.plan.candidates import remedies
 from gregale.programs.plan.devices import for_accelerators, simulated_target, topology_target
-from gregale.programs.plan.remedies import remedies
+from gregale.programs.plan.estimates import estimate
 from gregale.programs.plan.report import kernels_of, report_of
-from gregale.programs.plan.shapes import estimate
 from tests.programs.plans import QUICKSTART, SMALL, compiled_bytes, config_of, plan_of, tables, too_large
 
 JSON_KEYS = {"collectives", "kernels", "bytes_per_step", "memory", "flops_per_step", "devices"}

@@ -11,10 +11,9 @@ from gregale.audit.roofline import Roofline
 from gregale.cli import main
 from gregale.methods.comparison import compared
 from gregale.methods.config import DilocoConfig, PsdpConfig, StreamingDilocoConfig
-from gregale.programs.plan.methods import methods_of
-from gregale.programs.plan.remedies import remedies
-from gregale.programs.plan.report import report_of
-from gregale.programs.plan.shapes import estimated_link_bytes, step_shape, tree_bytes
+from gregale.programs.plan.candidates import remedies
+from gregale.programs.plan.estimates import estimated_link_bytes, step_shape, tree_bytes
+from gregale.programs.plan.report import methods_of, report_of
 from tests.programs.plans import FOUR_BITS, QUICKSTART, SMALL, compiled_bytes, config_of, plan_of, setup_of
 
 TWO_AXES = ["--mesh.data=4", "--mesh.model=1"]  # quicker to compile than with tensor parallelism

@@ -17,10 +17,10 @@ from gregale.audit.overlap import ends
 from gregale.audit.pallas_cost import grouped_of
 from gregale.axes.layout import make_mesh
 from gregale.data.tokenizers import BpeConfig
+from gregale.programs.plan.candidates import _moved_meshes
 from gregale.programs.plan.command import tokens_of
 from gregale.programs.plan.devices import topology_target
-from gregale.programs.plan.remedies import _mesh
-from gregale.programs.plan.shapes import estimate
+from gregale.programs.plan.estimates import estimate
 from gregale.programs.plan.step import MEMORY, Plan, plan_step
 from gregale.programs.runtime.expert_parallelism import set_up
 from gregale.runs.config import TrainConfig
@@ -127,7 +127,7 @@ def test_devices_that_share_sequences_are_a_remedy():
     config = config_of("llama_8b_131k", "--mesh.replica=1", "--mesh.context=1", "--mesh.data=64", "--batch.size=64")
     config = replace(config, batch=replace(config.batch, microbatches=1))
     devices = [Device(number, "gpu") for number in range(64)]
-    meshes = dict(_mesh(set_up(config, tokens_in(config), make_mesh(config.mesh, devices))))
+    meshes = dict(_moved_meshes(set_up(config, tokens_in(config), make_mesh(config.mesh, devices))))
     shared = meshes["--mesh.data 4 --mesh.context 16"]
     peaks = []
     for each in (config, replace(shared, batch=replace(config.batch, microbatches=16))):

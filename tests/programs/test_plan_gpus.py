@@ -9,12 +9,11 @@ import pytest
 from gregale.audit.chips import chip
 from gregale.cli import main
 from gregale.errors import UserError
-from gregale.programs.plan import gpus
-from gregale.programs.plan.devices import topology_target
-from gregale.programs.plan.gpus import GPUS, PLUGINS, description
+from gregale.programs.plan import devices
+from gregale.programs.plan.devices import CUDA_PLUGINS, GPUS, gpu_description, topology_target
 from tests.programs.plans import CONFIGS
 
-INSTALLED = any(find_spec(plugin) for plugin in PLUGINS)
+INSTALLED = any(find_spec(plugin) for plugin in CUDA_PLUGINS)
 SMALL = [
     *("--topology", "h100:4", "--slices", "2", "--mesh.replica", "2", "--model.layers", "3", "--model.hidden", "128"),
     *("--model.heads", "2", "--model.mlp", "256", "--model.vocabulary", "512", "--data.tokenizer.vocabulary", "512"),
@@ -25,7 +24,7 @@ SMALL = [
 def test_a_description_has_the_chips_own_figures():
     """One field a line, braces closed; what the table of chips has is not written twice."""
     for name, gpu in GPUS.items():
-        found, text = chip(name), description(gpu, 13)
+        found, text = chip(name), gpu_description(gpu, 13)
         fields = dict(re.findall(r"(\w+): (\S+)", text))
         assert text.count("{") == text.count("}") == 4
         assert int(fields["device_memory_size"]) == found.memory_bytes
@@ -44,7 +43,7 @@ def test_a_topology_that_is_none_is_refused():
 
 
 def test_without_their_compiler_it_is_said_what_to_install(monkeypatch):
-    monkeypatch.setattr(gpus, "find_spec", lambda name: None)
+    monkeypatch.setattr(devices, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"compiler for NVIDIA GPUs, .* is not installed\. Run `.* '\.\[cuda\]'`"):
         topology_target("h100:8", 1, None)
 

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from gregale.errors import UserError
-from gregale.programs.plan import memory_only_compile as module
-from gregale.programs.plan.compiling import REPORT, SCHEDULE, read_dump
-from gregale.programs.plan.memory_only_compile import Request, last_lines, reported
+from gregale.programs.plan import step as module
+from gregale.programs.plan.step import MEMORY_REPORT, SCHEDULE, Request, last_lines, read_dump, reported
 from gregale.runs.config import TrainConfig
 
 ANY = Request(TrainConfig(name="any", steps=1), 257, "v5e:2x2", 1)
@@ -101,7 +100,7 @@ def test_a_mistake_of_ours_is_not_hidden():
 
 def test_a_report_that_is_not_whole_is_not_believed(tmp_path):
     (tmp_path / f"module.step{SCHEDULE}").write_text("HloModule step\n")
-    (tmp_path / f"module.step{REPORT}").write_text("Memory Space: default (color=0)\nTotal by")
+    (tmp_path / f"module.step{MEMORY_REPORT}").write_text("Memory Space: default (color=0)\nTotal by")
     with pytest.raises(UserError, match="no memory report of the program 'step'"):
         read_dump(tmp_path, 0, None, "step")
 
@@ -109,7 +108,9 @@ def test_a_report_that_is_not_whole_is_not_believed(tmp_path):
 def test_the_step_is_read_not_what_was_compiled_beside_it(tmp_path):
     for name, total, text in (("beside", 5, "HloModule beside"), ("step", 7 << 30, "HloModule step, with more in it")):
         (tmp_path / f"{name}{SCHEDULE}").write_text(text)
-        (tmp_path / f"{name}{REPORT}").write_text(f"Memory Space: default (color=0)\nTotal bytes: {total} (some)\n")
+        (tmp_path / f"{name}{MEMORY_REPORT}").write_text(
+            f"Memory Space: default (color=0)\nTotal bytes: {total} (some)\n"
+        )
     found = read_dump(tmp_path, 3 << 30, None, "step")
     assert found.text == "HloModule step, with more in it"
     assert (found.memory.peak, found.memory.arguments, found.memory.temporaries) == (7 << 30, 3 << 30, 4 << 30)

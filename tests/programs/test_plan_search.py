@@ -15,9 +15,8 @@ from gregale.model.execution import execution
 from gregale.programs.plan.candidates import Candidate, ScoredCandidate, candidate_of, scored_candidates
 from gregale.programs.plan.devices import simulated_target
 from gregale.programs.plan.search import ENOUGH, SearchOptions, _Compiler, all_candidates, search
-from gregale.programs.plan.search_text import print_search
 from gregale.programs.plan.step import MEMORY, plan_step, scheduled_seconds, setup_for
-from gregale.programs.plan.text import print_remedies
+from gregale.programs.plan.text import print_remedies, print_search
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
 from gregale.terminal import Console

@@ -19,10 +19,9 @@ from gregale.cli import main
 from gregale.data.tokenizers import FileConfig
 from gregale.errors import UserError
 from gregale.programs.plan.command import tokens_of
-from gregale.programs.plan.compiling import compiled_for, largest_buffers, refused_sizes
 from gregale.programs.plan.devices import topology_target
 from gregale.programs.plan.report import report_of
-from gregale.programs.plan.step import plan_step
+from gregale.programs.plan.step import compiled_for, largest_buffers, plan_step, refused_sizes
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
 from tests.programs.plans import CONFIGS, QUICKSTART, tables

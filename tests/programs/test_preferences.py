@@ -20,10 +20,9 @@ from gregale.data.tokenizers import load_tokenizer
 from gregale.errors import UserError
 from gregale.huggingface.families import parameters_of, path_of, slots_of
 from gregale.huggingface.peft import adapter_slots
-from gregale.programs.runtime.adapters import family_of
 from gregale.programs.runtime.expert_parallelism import set_up
 from gregale.programs.runtime.setup import Setup
-from gregale.programs.runtime.trained_model import Base
+from gregale.programs.runtime.trained_model import Base, family_of
 from gregale.programs.train.resume import started_state
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load

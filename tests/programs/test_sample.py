@@ -13,9 +13,9 @@ import pytest
 from gregale.axes.layout import MeshConfig
 from gregale.data.tokenizers import load_tokenizer
 from gregale.inference.generate import Generator, Sampling
+from gregale.programs.runtime.sampler import steady, training_sampler
 from gregale.programs.runtime.trained_model import on_devices, open_trained, set_up_run
-from gregale.programs.sample.command import context_of
-from gregale.programs.sample.sampler import steady, training_sampler
+from gregale.programs.sample import context_of
 from gregale.runs.config import BatchConfig, EvaluationConfig, TrainConfig
 from gregale.runs.run_directory import RunDirectory
 from tests.model import oracle
@@ -80,7 +80,7 @@ def test_a_run_on_a_mesh_samples_the_same_on_one_device_by_its_seed(whole, sampl
 def test_blocks_are_as_large_as_a_reader_has_patience_for(monkeypatch):
     """Sizes double while a block takes no time, stay where it takes most of the maximum delay, and halve beyond it."""
     now = 0.0
-    monkeypatch.setattr("gregale.programs.sample.sampler.perf_counter", lambda: now)
+    monkeypatch.setattr("gregale.programs.runtime.sampler.perf_counter", lambda: now)
     sizes = steady(0.1)
     assert [next(sizes) for _ in range(7)] == [1, 2, 4, 8, 16, 32, 32]
     found = []
@@ -92,7 +92,7 @@ def test_blocks_are_as_large_as_a_reader_has_patience_for(monkeypatch):
 
 def test_a_run_makes_its_texts_together(sampler, monkeypatch):
     """In batches of as many rows; each is what it is by itself."""
-    monkeypatch.setattr("gregale.programs.sample.sampler.MAX_BATCH", 2)
+    monkeypatch.setattr("gregale.programs.runtime.sampler.MAX_BATCH", 2)
     prompts, drawn, batches = [PROMPT, "", "sea"], Sampling(1.0, seed=4), []
     blocks = Generator.blocks
 

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from gregale.checkpoint.store import Checkpoints
-from gregale.programs.train.steps import MeshSteps
+from gregale.programs.train.loop import MeshSteps
 from gregale.storage.jsonl import read_entries
 from gregale.streams import LEFT_AT_EXIT
 from tests.programs.tiny import assert_same_state, checkpoint_steps, lines, losses

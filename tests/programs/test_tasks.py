@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gregale.checkpoint.store import folder_name
+from gregale.checkpoint.manifest import folder_name
 from gregale.cli import main
 from gregale.data.tokenizers import BytesTokenizer, load_tokenizer
 from gregale.evaluation.tasks import encoded, read_tasks
-from gregale.programs.runtime.scoring import Scorer, halves
-from gregale.programs.runtime.sliding_window import SlidingEvaluation
+from gregale.programs.runtime.evaluation import Scorer, SlidingEvaluation, halves
 from gregale.programs.runtime.trained_model import open_trained
 from tests.evaluation.tasks.test_windows import stream_of
 from tests.huggingface.hub import CONTEXT, made

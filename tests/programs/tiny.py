@@ -16,8 +16,8 @@ import jax
 import numpy as np
 import yaml
 
-from gregale.checkpoint.files import root_of
-from gregale.checkpoint.store import Checkpoints, committed_steps, folder_name
+from gregale.checkpoint.manifest import committed_steps, folder_name, root_of
+from gregale.checkpoint.store import Checkpoints
 from gregale.storage import StoragePath
 from tests.forked import Popen
 

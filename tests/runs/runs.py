@@ -7,8 +7,7 @@ from typing import Any
 
 import yaml
 
-from gregale.checkpoint.files import MANIFEST, METADATA, digest_of, write_manifest
-from gregale.checkpoint.store import folder_name
+from gregale.checkpoint.manifest import MANIFEST, METADATA, digest_of, folder_name, write_manifest
 from gregale.storage import files_below
 
 CONFIG = {

@@ -21,9 +21,9 @@ from gregale.model.llama import LlamaConfig
 from gregale.optim.config import AdamWConfig, GroupConfig, LionConfig, OptimizerConfig, SgdConfig
 from gregale.optim.schedules import ConstantSchedule
 from gregale.runs.config import BatchConfig, DistributedConfig, EvaluationConfig, SamplesConfig, TrainConfig
-from gregale.runs.config_diff import changes
 from gregale.runs.islands import IslandsConfig
 from gregale.runs.parsing import dump, load
+from gregale.runs.stages import changes
 from gregale.settings import Settings
 from gregale.settings.decoding import choices, entries, is_registry, known_entries, section_of, type_name, types_of
 from gregale.tracking.trackers import TensorBoardConfig, WandbConfig

@@ -12,7 +12,7 @@ from gregale.cli.invocation import bound
 from gregale.errors import UserError
 from gregale.programs.exporting import ExportOptions
 from gregale.programs.tokenize import COMMAND
-from gregale.runs import plugins
+from gregale.runs import parsing
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import dump, load
 from gregale.runs.process_agreement import process_terms
@@ -138,11 +138,11 @@ def test_a_method_whose_name_is_nearly_one_of_gregale_is_refused(folder, code, m
     (folder / "helper.py").write_text(f"{BASE}    {code}\n")
     (folder / "my_model.py").write_text(f"import helper\n{MODULE}")
     if meant is None:
-        plugins.import_plugins(["my_model"])
+        parsing.import_plugins(["my_model"])
         return
     for name in ("my_model", "helper"):  # a module that a plugin imports, and a module that is imported already
         with pytest.raises(UserError, match=rf"`plugins`: Mine\.\w+ \(.*helper.py, line 6\) .* Write `{meant}`, or"):
-            plugins.import_plugins([name])
+            parsing.import_plugins([name])
 
 
 def test_a_value_that_is_no_list_is_refused(folder):
@@ -161,11 +161,11 @@ def test_a_run_from_elsewhere_imports_only_what_the_command_line_names(folder, w
         owner = os.stat(str(run.config)).st_uid
         monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
         if owner == 0:
-            monkeypatch.setattr(plugins, "TRUSTED", ())
+            monkeypatch.setattr(parsing, "TRUSTED", ())
     with pytest.raises(UserError, match=r"names plugins \(my_model\), which are code, and it .*`--plugins my_model`"):
         run.read_config()
     assert "my_model" not in sys.modules
-    plugins.import_plugins(["my_model"])
+    parsing.import_plugins(["my_model"])
     assert type(run.read_config().model).__name__ == "Mine"
 
 
@@ -173,7 +173,7 @@ def test_a_module_that_starts_jax_is_refused(folder, monkeypatch):
     started = iter([False, True])
     monkeypatch.setattr("jax._src.xla_bridge.backends_are_initialized", lambda: next(started))
     with pytest.raises(UserError, match="'my_model' computes with JAX when it is imported, before the devices"):
-        plugins.import_plugins(["my_model"])
+        parsing.import_plugins(["my_model"])
 
 
 def test_an_unknown_choice_is_refused_with_the_way_to_add_it(folder):

@@ -9,10 +9,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import jax
 import pytest
 
-from gregale.distributed import rendezvous
+from gregale.distributed import devices
 from gregale.distributed.config import DistributedConfig
+from gregale.distributed.devices import environment_terms, source_digest, version_terms
 from gregale.distributed.liveness import EXIT_CODE, Peer
-from gregale.distributed.rendezvous import agree, difference, environment_terms, source_digest, to_text, version_terms
+from gregale.distributed.rendezvous import agree, difference, to_text
 from gregale.errors import UserError
 from gregale.programs.island.stages import MUST_AGREE
 from gregale.runs.config import TrainConfig
@@ -36,7 +37,7 @@ def meet() -> Iterator[Callable[[int], tuple[Future[None], Peer]]]:
             peer = Peer(ours, f"process {1 - number} (there, pid 7)", time.monotonic())
             other = Peer(theirs, "", time.monotonic())
             other.connection.settimeout(20.0)
-            return threads.submit(agree, [peer], config, process_terms(CONFIG)), other
+            return threads.submit(agree, [peer], config, OWN), other
 
         yield start
         for connection in (ours, theirs):
@@ -122,8 +123,8 @@ def test_two_checkouts_of_one_version_are_told_apart(tmp_path, monkeypatch):
     digests = set()
     for text in ("a = 1", "a = 2"):
         (tmp_path / "module.py").write_text(text)
-        monkeypatch.setattr(rendezvous, "__file__", str(tmp_path / "distributed" / "settings_check.py"))
-        rendezvous.source_digest.cache_clear()
+        monkeypatch.setattr(devices, "__file__", str(tmp_path / "distributed" / "settings_check.py"))
+        devices.source_digest.cache_clear()
         digests.add(source_digest())
-    rendezvous.source_digest.cache_clear()
+    devices.source_digest.cache_clear()
     assert len(digests) == 2

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from gregale.checkpoint.files import MANIFEST, METADATA
-from gregale.checkpoint.store import folder_name
+from gregale.checkpoint.manifest import MANIFEST, METADATA, folder_name
 from gregale.errors import UserError
 from gregale.model.llama import LlamaConfig
 from gregale.runs.config import TrainConfig
-from gregale.runs.config_diff import changes
 from gregale.runs.run_directory import RunDirectory
+from gregale.runs.stages import changes
 from gregale.storage import RetryPolicy, StoragePath, files_below, storage_path
 from gregale.storage.jsonl import read_entries
 from tests.stores import Fault, proxied

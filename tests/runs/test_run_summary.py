@@ -11,9 +11,8 @@ import pytest
 
 from gregale.atomic_files import LockHeld, acquire, is_held
 from gregale.errors import UserError
+from gregale.runs.history import RunPaths, State, last_entries, summaries, summary_of
 from gregale.runs.run_lock import TIMEOUT_SECONDS, LeaseRecord, is_being_trained, training
-from gregale.runs.run_paths import RunPaths
-from gregale.runs.run_summary import State, last_entries, summaries, summary_of
 from gregale.storage import ObjectPath
 from tests.runs.runs import step_line, write_lines, write_run
 
@@ -174,7 +173,7 @@ def test_damage_is_told(tmp_path, how, said):
 
 
 def test_only_as_much_of_the_metrics_is_read_as_is_needed(tmp_path, monkeypatch):
-    monkeypatch.setattr("gregale.runs.run_summary._TAIL_BYTES", 1000)
+    monkeypatch.setattr("gregale.runs.history._TAIL_BYTES", 1000)
     write_lines(tmp_path, {"step": 3, "eval_loss": 1.0}, *(step_line(step) for step in range(4, 200)))
     found = last_entries(tmp_path / "metrics.jsonl")
     assert (found.step["step"], found.evaluation["step"], found.damage) == (199, 3, None)

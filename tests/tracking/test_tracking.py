@@ -18,9 +18,16 @@ from gregale.errors import UserError
 from gregale.programs.train.step_log import Rate
 from gregale.storage import RetryPolicy, jsonl, storage_path
 from gregale.tracking.callback import Callbacks, RunInfo
-from gregale.tracking.console import Console
 from gregale.tracking.metrics import METRICS, metric_of
-from gregale.tracking.trackers import Guarded, JsonlTracker, Tracker, TrackerConfig, check_installed, open_trackers
+from gregale.tracking.trackers import (
+    Console,
+    Guarded,
+    JsonlTracker,
+    Tracker,
+    TrackerConfig,
+    check_installed,
+    open_trackers,
+)
 from tests.disk import largest_file
 from tests.stores import Fault, proxied
 from tests.test_terminal import Terminal

@@ -9,7 +9,7 @@ from gregale.data.tokenizers import BytesTokenizer
 from gregale.errors import UserError
 from gregale.methods.config import DilocoConfig
 from gregale.programs.plan.devices import topology_target
-from gregale.programs.sample.sampler import training_sampler
+from gregale.programs.runtime.sampler import training_sampler
 from gregale.programs.train.resume import converted
 from gregale.training.compiler import DEFAULTS, check_compiler_options, compiler_options, sums_behind
 from tests.audit.steps import small_setup

@@ -3,4 +3,4 @@
 `gregale.checkpoint.store` has `Checkpoints`; it is not imported here, because it loads JAX.
 """
 
-from gregale.checkpoint.store import CheckpointConfig
+from gregale.checkpoint.manifest import CheckpointConfig

@@ -10,7 +10,7 @@ from jax._src import distributed  # no public function waits in a thread
 from jax.experimental import multihost_utils
 
 from gregale.atomic_files import DISK_ERRORS, os_error_text
-from gregale.checkpoint.files import FileRecords
+from gregale.checkpoint.manifest import FileRecords
 from gregale.errors import UserError
 from gregale.storage import StoragePath, parallel_map, write_bytes
 

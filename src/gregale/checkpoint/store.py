@@ -9,9 +9,8 @@ checkpoint is not valid. A lost process that still writes uses another folder.
 import errno
 import json
 import os
-import re
 import shutil
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,30 +26,38 @@ from rich.filesize import decimal
 from gregale.atomic_files import flush, os_error_text, remove
 from gregale.checkpoint import files
 from gregale.checkpoint.files import (
-    LEAVES,
-    MANIFEST,
-    METADATA,
-    SHARDS,
-    FileRecords,
     LeafSpec,
     Region,
     RowRange,
     arrays_by_name,
     check_match,
     fill,
-    find_damage,
     from_json,
     not_finite,
     planned,
     read_parts,
     region_of,
-    root_of,
     rows_for,
     sharding_of,
     specs_by_name,
     stream,
     to_json,
     wanted,
+)
+from gregale.checkpoint.manifest import (
+    LEAVES,
+    MANIFEST,
+    METADATA,
+    SHARDS,
+    CheckpointConfig,
+    FileRecords,
+    committed_steps,
+    find_damage,
+    folder_name,
+    root_of,
+    step_of,
+    superfluous,
+    without_manifest,
     write_manifest,
 )
 from gregale.checkpoint.multihost import (
@@ -62,98 +69,9 @@ from gregale.checkpoint.multihost import (
     hand_over,
     messages_of_all,
 )
-from gregale.errors import KeyedError, UserError
+from gregale.errors import UserError
 from gregale.formatting import listed
-from gregale.settings import Settings, setting, shown, whole
-from gregale.storage import StoragePath, StoreError, files_below, names, parallel_map, remove_tree, status, storage_path
-
-UNITS = {"s": 1, "m": 60, "h": 3600}
-_TIME = re.compile(r"([0-9]{1,9})([smh])")
-_COMMITTED = re.compile(r"step-(\d{8,})")
-
-
-@dataclass(frozen=True)
-class CheckpointConfig(Settings):
-    """The interval between checkpoints and the number to keep."""
-
-    every: int | str = setting(
-        1000,
-        "between checkpoints: steps, or a time (15m)",
-        range=whole(1),
-        aliases=("save_steps", "checkpoint_every", "ckpt_interval", "interval"),
-    )
-    keep_last: int = setting(
-        3, "Number of newest checkpoints to keep.", range=whole(1), aliases=("save_total_limit", "max_to_keep", "keep")
-    )
-    keep_every: int | None = setting(None, "Keep multiples of this many steps for ever.", range=whole(1))
-
-    def __post_init__(self):
-        super().__post_init__()
-        if isinstance(self.every, str) and not self.seconds:
-            raise KeyedError(
-                "every", f"is {shown(self.every)}", "; it is a number of steps, or a time such as 90s, 15m or 2h."
-            )
-
-    @property
-    def steps(self) -> int | None:
-        """Return the steps between checkpoints; None if a time is between them."""
-        return None if isinstance(self.every, str) else self.every
-
-    @property
-    def seconds(self) -> int | None:
-        """Return the seconds between checkpoints; None if steps are between them."""
-        found = _TIME.fullmatch(self.every) if isinstance(self.every, str) else None
-        return int(found[1]) * UNITS[found[2]] if found else None
-
-
-@dataclass(frozen=True)
-class ExportConfig(Settings):
-    """Folders for transformers that a run writes of its checkpoints, as `gregale export` does."""
-
-    every: int | None = setting(None, "steps between Hugging Face folders; null: none", range=whole(1), by_topic=True)
-    keep_last: int | None = setting(None, "number of newest folders to keep; null: all", range=whole(1), by_topic=True)
-
-    def is_due(self, step: int) -> bool:
-        return self.every is not None and step % self.every == 0
-
-
-def folder_name(step: int) -> str:
-    return f"step-{step:08d}"
-
-
-def step_of(name: str) -> int | None:
-    """Return the step of a checkpoint from a path below the checkpoint folder; None for other paths."""
-    match = _COMMITTED.fullmatch(name.partition("/")[0])
-    return int(match.group(1)) if match else None
-
-
-def committed_steps(directory: StoragePath) -> list[int]:
-    """Return the steps with a committed checkpoint (intact or not), in ascending order.
-
-    A checkpoint is valid if its manifest exists, which is written last and deleted first.
-    """
-    folders = [name for name in names(directory) if step_of(name) is not None]
-    valid = parallel_map(lambda name: status(directory / name / MANIFEST) is not None, folders)
-    return sorted(step_of(name) or 0 for name, is_valid in zip(folders, valid, strict=True) if is_valid)
-
-
-def without_manifest(directory: StoragePath) -> list[str]:
-    """Return the names of checkpoint folders without a manifest, by ascending step."""
-    committed = {folder_name(step) for step in committed_steps(directory)}
-    return [name for name in names(directory) if step_of(name) is not None and name not in committed]
-
-
-def superfluous(steps: Iterable[int], saved: int, config: CheckpointConfig) -> list[int]:
-    """Return the steps to delete after `saved` has been committed.
-
-    Steps after `saved` remain if a run resumed from an earlier checkpoint. They do not belong to this run's history,
-    but would be its newest state.
-    """
-    history = sorted(step for step in steps if step <= saved)
-    kept = set(history[-config.keep_last :])
-    if config.keep_every is not None:
-        kept |= {step for step in history if step % config.keep_every == 0}
-    return [step for step in steps if step not in kept]
+from gregale.storage import StoragePath, StoreError, files_below, parallel_map, remove_tree, storage_path
 
 
 class Saver:

@@ -40,11 +40,9 @@ PROGRAMS = {
     "islands key": Program("gregale.programs.member_key", "make the key of one island, from the fleet's token"),
     "islands revoke": Program("gregale.programs.revocation", "end the keys of one island"),
     "lighthouse": Program("gregale.programs.lighthouse", "run the coordinator for islands"),
-    "sample": Program(
-        "gregale.programs.sample.command", "continue prompts with the model of a run, or converse with it"
-    ),
+    "sample": Program("gregale.programs.sample", "continue prompts with the model of a run, or converse with it"),
     "eval": Program("gregale.programs.evaluate", "measure a model: loss and bits per byte of text, and tasks"),
-    "watch": Program("gregale.programs.watch.command", "follow a run while it trains, in the terminal or on a page"),
+    "watch": Program("gregale.programs.watch", "follow a run while it trains, in the terminal or on a page"),
     "runs": Program("gregale.programs.runs", "list runs with state and results"),
     "import": Program("gregale.programs.importing", "import a model of the Hugging Face hub to start a run from"),
     "export": Program("gregale.programs.exporting", "write the model of a run for transformers, vLLM and others"),
@@ -52,7 +50,7 @@ PROGRAMS = {
     "plan": Program(
         "gregale.programs.plan.command", "show memory, collectives and bytes of a YAML file without training"
     ),
-    "report": Program("gregale.programs.report.command", "write a page of runs: curves, rounds, samples, differences"),
+    "report": Program("gregale.programs.report", "write a page of runs: curves, rounds, samples, differences"),
     "simulate": Program("gregale.programs.simulate", "estimate the bandwidth that each method needs"),
 }
 

@@ -16,7 +16,7 @@ import yaml
 
 from gregale.errors import UserError
 from gregale.programs.command import Command
-from gregale.runs import plugins
+from gregale.runs import parsing
 from gregale.runs.parsing import load, load_plugins, split_arguments
 from gregale.settings.decoding import REQUIRED, Entry, default_of, entries, is_list_at, section_at, types_of
 
@@ -45,7 +45,7 @@ def bound(name: str, command: Command, arguments: Sequence[str]) -> Callable[[],
     if len(words) > len(command.positional):
         raise UserError(f"{words[len(command.positional)]!r} is one word too many. Usage: {usage(name, command)}")
     if command.plugins:
-        pairs = [pair for pair in pairs if _key(pair) != plugins.KEY]
+        pairs = [pair for pair in pairs if _key(pair) != parsing.PLUGINS]
     given = dict(zip(command.positional, words, strict=False))
     _check_complete(name, command, given, pairs)
     path = given.pop(CONFIG, None) if command.config else None
@@ -65,7 +65,7 @@ def _split(command: Command, arguments: Sequence[str]) -> tuple[list[str], list[
     parts = [command.options] if command.config is None else [command.options, command.config]
     flags = {entry.key for part in parts for entry in entries(part) if entry.type == "bool"}
     lists = {entry.key for entry in entries(command.options) if entry.type == "list of str"}
-    lists |= {plugins.KEY} if command.plugins else set()
+    lists |= {parsing.PLUGINS} if command.plugins else set()
     for at, key in enumerate(arguments if command.config else ()):
         after = takewhile(lambda word: word[:2] != "--" and not word.endswith((".yaml", ".yml")), arguments[at + 1 :])
         values = [word for word in after if not os.path.exists(word)]
@@ -83,9 +83,9 @@ def _imported(command: Command, words: Sequence[str], pairs: Sequence[str]) -> b
     A pipe (`gregale train <(...)`) can be read once, so `load` alone reads it.
     """
     keys = {each.name for part in (command.options, command.config) if part is not None for each in fields(part)}
-    if not (command.plugins or plugins.KEY in keys):
+    if not (command.plugins or parsing.PLUGINS in keys):
         return False
-    named = [pair for pair in pairs if _key(pair) == plugins.KEY]
+    named = [pair for pair in pairs if _key(pair) == parsing.PLUGINS]
     place = command.positional.index(CONFIG) if command.config and CONFIG in command.positional else len(words)
     path = next((word for word in words[place : place + 1] if os.path.isfile(word)), None)
     return bool(load_plugins(path, named))
@@ -108,7 +108,7 @@ def command_help(
     if fields(command.options):
         text += f"\noptions:\n{render(command.options)}"
     if command.plugins:
-        text += render(plugins.PluginOptions)
+        text += render(parsing.PluginOptions)
     if command.config:
         heading = "keys that it reads from a run's YAML file" if command.reads else "keys of the YAML file"
         text += f"\n{heading}, each also an argument:\n{render(command.config, only=command.reads)}"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import haliax as hax
 import jax
@@ -245,6 +245,8 @@ class QuantisedReducer:
     layout: Layout
     config: ReduceConfig
     axis: str = REPLICA  # or `island`
+
+    quantised: ClassVar[Literal[True]] = True
 
     def init(self, tree: Tree) -> ErrorState:
         """Return a zero error, for a tree of arrays without the axis."""

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import equinox as eqx
 import haliax as hax
@@ -41,6 +41,8 @@ class ExactReducer:
 
     layout: Layout
     axis: str = REPLICA
+
+    quantised: ClassVar[Literal[False]] = False
 
     def init(self, tree: Tree) -> None:
         """Return the error before the first step, for a tree of arrays without the axis."""

@@ -29,7 +29,7 @@ from gregale.data.sources import SourceConfig
 from gregale.data.sources.base import expand
 from gregale.data.store import ChunkCache, Report, TokenStore, format_skipped, json_sha256, silent
 from gregale.data.tokenizer_training import make_tokenizer, naming
-from gregale.data.tokenizers import BpeConfig, Tokenizer, taken_as_text
+from gregale.data.tokenizers import Tokenizer, taken_as_text
 from gregale.errors import UserError
 from gregale.storage import storage_path
 
@@ -161,7 +161,7 @@ def build_and_cut(
         for (name, store), source in zip(stores.items(), config.sources.values(), strict=True)
     }
     cuts = {name: cut for name, cut in found.items() if cut is not None}
-    if not cuts or not isinstance(config.tokenizer, BpeConfig):
+    if not cuts or config.tokenizer.trained is None:
         return tokenizer, stores, cuts
     ends = {name: end_of(stores[name], cut, tokenizer) for name, cut in cuts.items()}
     tokenizer, stores = build_stores(config, report, ends)

@@ -15,7 +15,6 @@ from gregale.data.tokenizers import (
     SAVED_NAME,
     TRAINED_END_OF_DOCUMENT,
     BpeConfig,
-    FileConfig,
     LibraryTokenizer,
     Tokenizer,
     load_tokenizer,
@@ -87,7 +86,7 @@ def make_tokenizer(config: DataConfig, cache: StoragePath, ends: Mapping[str, En
     """Return the configured tokenizer, with its chat template if it has one or a source needs one."""
     found = trained_or_built(config, cache, ends, report)
     has_chat = any(each.has_conversations for each in (*config.sources.values(), *config.validation.values()))
-    path = storage_path(expand(config.tokenizer.path)) if isinstance(config.tokenizer, FileConfig) else None
+    path = None if (given := config.tokenizer.json_path) is None else storage_path(expand(given))
     try:
         found.chat_template = given_template(config.chat_template, path, found.end_name)
     except UserError:
@@ -100,7 +99,8 @@ def make_tokenizer(config: DataConfig, cache: StoragePath, ends: Mapping[str, En
 
 def trained_or_built(config: DataConfig, cache: StoragePath, ends: Mapping[str, End], report: Report) -> Tokenizer:
     """Return the configured tokenizer; a BPE is trained once, without held-out text, and kept in the cache."""
-    if not isinstance(config.tokenizer, BpeConfig):
+    bpe = config.tokenizer.trained
+    if bpe is None:
         return config.tokenizer.build()
 
     def identities() -> dict[str, dict]:
@@ -111,8 +111,8 @@ def trained_or_built(config: DataConfig, cache: StoragePath, ends: Mapping[str, 
         return found
 
     before_training = identities()
-    key = json_sha256([before_training, config.tokenizer.vocabulary, config.held_out, *([ends] if ends else [])])[:24]
-    folder, bpe = cache / f"tokenizer-{key}", config.tokenizer
+    key = json_sha256([before_training, bpe.vocabulary, config.held_out, *([ends] if ends else [])])[:24]
+    folder = cache / f"tokenizer-{key}"
 
     def train() -> None:
         texts = training_texts(config.sources, config.held_out, ends, report)

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import draccus
 import numpy as np
@@ -295,6 +295,9 @@ class TokenizerConfig(Settings, draccus.ChoiceRegistry):
     choice as `type`.
     """
 
+    trained = cast("BpeConfig | None", None)  # settings of a training on the sources' text; None: `build` needs none
+    json_path = cast(str | None, None)  # of its `tokenizer.json`; None: it is no such file
+
     def build(self) -> "Tokenizer":
         """Return the tokenizer; raise `UserError` if its files are missing or invalid."""
         raise TypeError(f"{type(self).__name__} makes no tokenizer without text; choose one by its type")
@@ -323,6 +326,10 @@ class FileConfig(TokenizerConfig):
     end_of_document: str = setting("<|endoftext|>", "name of the token that ends a document", aliases=("eos",))
     parse_special: bool = setting(False, "names of special tokens in the text are tokens, not characters")
 
+    @property
+    def json_path(self) -> str:
+        return self.path
+
     def build(self) -> "Tokenizer":
         path = expand(self.path, "data.tokenizer.path")
         text = read_bytes(path).decode("utf-8-sig", "replace")
@@ -341,6 +348,10 @@ class BpeConfig(TokenizerConfig):
         aliases=("vocab_size", "vocab", "vocabulary_size"),
         fixed=Fixed("the saved parameters were trained on its tokens"),
     )
+
+    @property
+    def trained(self) -> "BpeConfig":
+        return self
 
 
 class Tokenizer(ABC):
@@ -596,12 +607,12 @@ def load_tokenizer(folder: StoragePath) -> Tokenizer:
 
 def fewest_tokens(config: TokenizerConfig) -> int:
     """Return the minimum number of ids of the configured tokenizer, without any text; exact unless it is a BPE."""
-    return BytesTokenizer.vocabulary_size if isinstance(config, BpeConfig) else vocabulary_size(config)
+    return BytesTokenizer.vocabulary_size if config.trained else vocabulary_size(config)
 
 
 def vocabulary_size(config: TokenizerConfig) -> int:
     """Return a configured tokenizer's number of ids, without text; a BPE has fewer if its texts have too few pairs."""
-    return config.vocabulary if isinstance(config, BpeConfig) else config.build().vocabulary_size
+    return config.trained.vocabulary if config.trained else config.build().vocabulary_size
 
 
 def encode_apart(pieces: Sequence[str], tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -1,6 +1,7 @@
 """The devices of a process: how it joins the others, and its settings before JAX starts."""
 
 import ctypes
+import hashlib
 import math
 import os
 import signal
@@ -10,16 +11,21 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
 from threading import Thread, Timer
 from types import MappingProxyType
 
 import jax
+import jaxlib.version
 from jax._src.clusters import ClusterEnv, cloud_tpu_cluster  # no public function asks the cluster without joining
 
 from gregale.distributed.config import AUTO, DistributedConfig
 from gregale.distributed.liveness import EXIT_CODE, LivenessMonitor, log_line
-from gregale.distributed.rendezvous import Terms, agree, environment_terms, wait_for_processes
+from gregale.distributed.rendezvous import Terms, agree, format_term, wait_for_processes
 from gregale.errors import UserError
+from gregale.version import __version__
 
 # Parameter -> value, with the numbers of glibc's malloc.h. Few arenas, which grow by at least 64 MiB and never shrink;
 # no allocation is mapped separately, since free() would unmap it. Only the main arena keeps all its memory. One arena
@@ -77,6 +83,48 @@ THREADS_A_DEVICE = 3
 # With at least as many simulated devices as processors, a loop that is split over all threads is slower than one loop.
 WITHOUT_PARALLEL_LOOPS = "--xla_disable_hlo_passes=cpu-parallel-task-assigner"
 
+# Values of JAX and flags that leave the programs of a run as they are, so that its processes may differ in them.
+MAY_DIFFER = (
+    *("jax_*_visible_devices", "jax_cross_host_*address*"),  # a process's devices on its host, and the host's addresses
+    *("*_cache*", "jax_raise_persistent_cache_errors"),  # where and how compiled programs are kept
+    *("jax_dump_*", "*xla_dump_*", "jax_include_debug_info_in_dumps"),  # files for the user
+    *("jax_log*", "*_debug_log*", "*_distributed_debug", "*_logging_*", "jax_trace*", "*_pprint_*"),  # its own log
+)
+
+
+def environment_terms() -> Terms:
+    """Return the values of JAX, and the flags of XLA and libtpu, that all processes of a run must have in common.
+
+    They come from the environment and from a program's own calls. A flag whose value is a path may differ: hosts have
+    different folders. Call this before Gregale adds flags of its own, which depend on the number of processors.
+    """
+    values = {name: format_term(value) for name, value in jax.config.values.items()}
+    for variable in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
+        flags = [flag.partition("=") for flag in os.environ.get(variable, "").split()]
+        values |= {f"{variable} {name}": value or "true" for name, _, value in flags if os.sep not in value}
+    return {name: value for name, value in values.items() if not any(fnmatchcase(name, each) for each in MAY_DIFFER)}
+
+
+def version_terms() -> Terms:
+    """Return the versions that all processes of a run must have in common."""
+    return {
+        "the version of Gregale": __version__,
+        "the digest of Gregale's source": source_digest(),
+        "the version of JAX": jax.__version__,
+        "the version of jaxlib": jaxlib.version.__version__,
+    }
+
+
+@cache
+def source_digest() -> str:
+    """Return a digest of the source of this package; two checkouts of one version may differ in it."""
+    folder, found = Path(__file__).parent.parent, hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        found.update(f"{path.relative_to(folder)} {path.stat().st_size}\n".encode())
+        found.update(path.read_bytes())
+    return found.hexdigest()[:12]
+
+
 # The rule that Google adds to the network of TPU slices opens this port between them, and not JAX's (jax issue 35905).
 cloud_tpu_cluster.coordinator_port = "8476"
 JAX_TIMEOUT = 3  # in units of distributed.timeout_seconds
@@ -100,7 +148,7 @@ def start_devices(
 
     - `terms`: the settings that all processes must have in common; environment and versions are always compared
     """
-    terms = {**terms, **environment_terms()}
+    terms = {**version_terms(), **terms, **environment_terms()}
     is_auto = distributed.coordinator == AUTO
     if is_auto:
         distributed = by_cluster(distributed)

@@ -1,4 +1,4 @@
-"""How processes find and authenticate each other, and agree on their settings.
+"""How processes find and authenticate each other, and agree on their settings. This module does not import JAX.
 
 Settings that have to agree are *terms*: a flat mapping of keys to texts, sent as JSON.
 
@@ -14,7 +14,6 @@ processes end with a message that names both. After the start, no further proces
 """
 
 import errno
-import hashlib
 import hmac
 import json
 import os
@@ -26,15 +25,10 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
-from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any, NamedTuple
-
-import jax
-import jaxlib.version
 
 from gregale.data.sources.base import expand
 from gregale.distributed.config import DistributedConfig
@@ -42,7 +36,6 @@ from gregale.distributed.liveness import EXIT_CODE, Peer, log_line, process_labe
 from gregale.errors import UserError
 from gregale.formatting import listed
 from gregale.settings import shortened
-from gregale.version import __version__
 
 Terms = Mapping[str, str]
 ABSENT = "not set"
@@ -90,47 +83,6 @@ def difference(found: Mapping[str, Terms]) -> str:
 RULE = "All processes of a run need the same configuration, environment, text, and versions of Gregale and JAX."
 OTHER_VERSION = "runs another version of Gregale, which does not send its settings"
 
-# Values of JAX and flags that leave the programs of a run as they are, so that its processes may differ in them.
-MAY_DIFFER = (
-    *("jax_*_visible_devices", "jax_cross_host_*address*"),  # a process's devices on its host, and the host's addresses
-    *("*_cache*", "jax_raise_persistent_cache_errors"),  # where and how compiled programs are kept
-    *("jax_dump_*", "*xla_dump_*", "jax_include_debug_info_in_dumps"),  # files for the user
-    *("jax_log*", "*_debug_log*", "*_distributed_debug", "*_logging_*", "jax_trace*", "*_pprint_*"),  # its own log
-)
-
-
-def environment_terms() -> Terms:
-    """Return the values of JAX, and the flags of XLA and libtpu, that all processes of a run must have in common.
-
-    They come from the environment and from a program's own calls. A flag whose value is a path may differ: hosts have
-    different folders. Call this before Gregale adds flags of its own, which depend on the number of processors.
-    """
-    values = {name: format_term(value) for name, value in jax.config.values.items()}
-    for variable in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
-        flags = [flag.partition("=") for flag in os.environ.get(variable, "").split()]
-        values |= {f"{variable} {name}": value or "true" for name, _, value in flags if os.sep not in value}
-    return {name: value for name, value in values.items() if not any(fnmatchcase(name, each) for each in MAY_DIFFER)}
-
-
-def version_terms() -> Terms:
-    """Return the versions that all processes of a run must have in common."""
-    return {
-        "the version of Gregale": __version__,
-        "the digest of Gregale's source": source_digest(),
-        "the version of JAX": jax.__version__,
-        "the version of jaxlib": jaxlib.version.__version__,
-    }
-
-
-@cache
-def source_digest() -> str:
-    """Return a digest of the source of this package; two checkouts of one version may differ in it."""
-    folder, found = Path(__file__).parent.parent, hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        found.update(f"{path.relative_to(folder)} {path.stat().st_size}\n".encode())
-        found.update(path.read_bytes())
-    return found.hexdigest()[:12]
-
 
 def agree(peers: Sequence[Peer], config: DistributedConfig, terms: Terms) -> None:
     """Compare the settings of all processes; raise `UserError` in all of them if they differ.
@@ -138,11 +90,10 @@ def agree(peers: Sequence[Peer], config: DistributedConfig, terms: Terms) -> Non
     Exits with the code for a lost process if another process is lost meanwhile.
 
     - `peers`: the result of `wait_for_processes`
-    - `terms`: the settings of this process; the versions of Gregale and JAX are added
+    - `terms`: the settings of this process
     """
-    own = {**version_terms(), **terms}
     if config.process == 0:
-        found: dict[str, Terms] = {process_label(0): own}
+        found: dict[str, Terms] = {process_label(0): terms}
         for peer in peers:
             found[peer.name] = from_text(_receive(peer, "settings", config.timeout_seconds))
         if differs := difference(found):
@@ -154,7 +105,7 @@ def agree(peers: Sequence[Peer], config: DistributedConfig, terms: Terms) -> Non
             peer.send("agreed ")
         return
     (process_0,) = peers
-    process_0.send(f"settings {to_text(own)}")
+    process_0.send(f"settings {to_text(terms)}")
     _receive(process_0, "agreed", 2 * config.timeout_seconds)
 
 

@@ -1,6 +1,6 @@
 r"""Scored tasks by `type`: their files, questions and continuations.
 
-`read_tasks` reads the files and `encoded` turns them into tokens. `gregale.programs.runtime.scoring.Scorer` computes
+`read_tasks` reads the files and `encoded` turns them into tokens. `gregale.programs.runtime.evaluation.Scorer` computes
 scores with a model, and `Task.metrics` computes metrics from them. `SlidingWindows` cuts documents for the same scorer.
 
 Text becomes tokens as in lm-evaluation-harness, so that the results are equal:

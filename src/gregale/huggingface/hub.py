@@ -136,10 +136,10 @@ def resolved(config: Any) -> Any:
 
     Returns other configurations unchanged. Raises `UserError` if there is no such model.
     """
-    given = getattr(config, "model", None)
-    if not isinstance(given, HuggingFaceConfig):
+    given = config.model
+    if not given.is_at_hub:
         return config
-    wanted = isinstance(config.data.tokenizer, BytesConfig) and given.with_tokenizer
+    wanted = config.data.tokenizer == BytesConfig() and given.with_tokenizer
     try:
         model, tokenizer = shape_and_tokenizer(replace(given, with_tokenizer=wanted))
     except UserError as error:

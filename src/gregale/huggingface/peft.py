@@ -13,7 +13,7 @@ from gregale.huggingface.families import Slot, parameters_of
 from gregale.huggingface.folder import ADAPTER, check_files, read_json
 from gregale.huggingface.safetensors import read_header
 from gregale.huggingface.weights import read_slot
-from gregale.model.config import LoraConfig
+from gregale.model.config import AdapterConfig
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -58,7 +58,7 @@ def adapter_slots(slots: list[Slot], model: Any) -> list[Slot]:
     return found
 
 
-def adapter_settings(config: LoraConfig, slots: list[Slot], base: str, has_experts: bool) -> dict[str, Any]:
+def adapter_settings(config: AdapterConfig, slots: list[Slot], base: str, has_experts: bool) -> dict[str, Any]:
     """Return the content of adapter_config.json.
 
     - `slots`: of the adapters
@@ -71,16 +71,13 @@ def adapter_settings(config: LoraConfig, slots: list[Slot], base: str, has_exper
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "inference_mode": True,
-        "r": config.rank,
-        "lora_alpha": int(config.alpha) if config.alpha % 1 == 0 else config.alpha,
-        "lora_dropout": config.dropout,
-        "use_rslora": config.scaling == "rank_stabilised",
+        **config.peft(),
         "bias": "none",
         "target_modules": modules if has_experts else [name.rpartition(".")[2] for name in modules],
     }
 
 
-def read_adapters(folder: Path, config: LoraConfig, slots: list[Slot], model: Any, layout: Layout) -> dict[str, Any]:
+def read_adapters(folder: Path, config: AdapterConfig, slots: list[Slot], model: Any, layout: Layout) -> dict[str, Any]:
     """Return the adapters of a folder by their paths, under `params`; `slots`, `model`: as for `adapter_slots`.
 
     Raises `UserError` if the folder has adapters of other targets or of another rank or scale.
@@ -106,7 +103,7 @@ def read_adapters(folder: Path, config: LoraConfig, slots: list[Slot], model: An
     return {slot.path: read(slot) for slot in slots}
 
 
-def check_settings(found: Mapping[str, Any], config: LoraConfig, source: str) -> None:
+def check_settings(found: Mapping[str, Any], config: AdapterConfig, source: str) -> None:
     """Raise `UserError` if adapters of a file compute other outputs than those of a configuration."""
     wanted = adapter_settings(config, [], "", False)
     for name, there in (COMPARED | dict(found)).items():

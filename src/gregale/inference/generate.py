@@ -16,7 +16,7 @@ from haliax import Axis, NamedArray
 from gregale.axes.layout import BATCH
 from gregale.errors import UserError
 from gregale.model.cache import POSITION, for_tokens
-from gregale.model.config import Batch, CompilerOptions
+from gregale.model.config import Batch, CompilerOptions, ModelMethods
 from gregale.model.execution import Execution
 from gregale.settings import Range, Settings, at_least, setting, whole
 
@@ -76,17 +76,18 @@ def sampling_form(model: Any, kind: str) -> Any:
 
     - `kind`: its `model.type`, for the message
     """
-    if hasattr(model, "prefill"):
+    methods = ModelMethods.of(model)
+    if methods.prefill is not None:
         return model
-    if hasattr(model, "logits"):
+    if methods.logits is not None:
         return UncachedDecoder(model)
     raise UserError(f"model.type {kind} cannot be sampled: its model has neither `logits` nor `prefill` and `decode`.")
 
 
 def scores(model: Any, batch: Batch, vocabulary: int | None, execution: Execution) -> tuple[NamedArray, NamedArray]:
     """Return each target's log-likelihood and whether it is the likeliest, as `Llama.scores`, of any model's logits."""
-    if hasattr(model, "scores"):
-        return model.scores(batch, vocabulary, execution)
+    if (own := ModelMethods.of(model).scores) is not None:
+        return own(batch, vocabulary, execution)
     logits = model.logits(batch, execution).rearrange((..., "vocab")).array[..., :vocabulary].astype(jnp.float32)
     targets = batch["targets"]
     found = jnp.take_along_axis(jax.nn.log_softmax(logits), targets.array[..., None], axis=-1)[..., 0]
@@ -96,7 +97,8 @@ def scores(model: Any, batch: Batch, vocabulary: int | None, execution: Executio
 
 def check_scored(model: Any, kind: str) -> None:
     """Raise `UserError` for a model whose text cannot be scored token by token; arguments as for `sampling_form`."""
-    if not hasattr(model, "scores") and not hasattr(model, "logits"):
+    methods = ModelMethods.of(model)
+    if methods.scores is None and methods.logits is None:
         raise UserError(
             f"model.type {kind} cannot score tasks or sliding windows, or positions (evaluation.by_position): its "
             "model has neither `logits` nor `scores`. The loss on text needs neither."
@@ -217,7 +219,7 @@ class Generator:
         ids, rows = filled(prompts, self._execution.layout.context)
         sampling = replace(sampling, seed=0)  # so that a seed does not need its own program
         known, max_tokens = ids.shape[1], ids.shape[1] + count  # known tokens, and the maximum of all tokens
-        window = getattr(getattr(model, "config", None), "window_of_all", None)
+        window = ModelMethods.of(model).window_of_all
         slots = slots_for(known, max_tokens, window)
         tokens, caches = self.read(model, ids, rows, slots=slots, sampling=sampling)
         drawn, over = np.asarray(tokens)[:, None], np.zeros(len(prompts), bool)

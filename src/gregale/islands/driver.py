@@ -4,6 +4,7 @@ Between steps the trainer requests a command (`order`). It waits for the network
 Slow work runs in threads: view requests, exchange, healing, messages to peers.
 """
 
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +35,22 @@ from gregale.islands.view_poller import ViewPoller
 TICK_SECONDS = 0.1
 LEAST_TICK_SECONDS = 0.005
 ANNOUNCING_THREADS, TELLING_THREADS = 8, 2  # the latter for probes of missing peers, and for stall lines
+
+
+UNKNOWN = (
+    "The run is complete here and saved, but half of the lighthouses or more have not recorded that: other islands may "
+    "end with other parameters. The same command, once they answer, makes sure."
+)
+DIFFERS = (
+    "The run is complete with other parameters than this island has saved. The same command takes them over from an "
+    "island that has them, if that is started again too."
+)
+
+
+class Unconfirmed(UserError):
+    """This island cannot know that its last state is the run's."""
+
+    exit_code = os.EX_TEMPFAIL
 
 
 @dataclass
@@ -232,12 +249,24 @@ class Driver:
         """Return and clear this host's shards of a peer's inner optimizer, for a command with `inherits`."""
         return self.worker.inherited()
 
+    def confirm(self) -> None:
+        """Wait until most coordinators have recorded the last state, which is saved. Raises `Unconfirmed`."""
+        if not self.is_complete:
+            return
+        self.post(protocol.Saved())
+        self.coordinator.saved = self.member.saved
+        with self._changed:
+            while (verdict := self.member.verdict) is None and not (self.stop_asked() or self._refused):
+                self._changed.wait(0.5)
+        if not verdict:
+            raise self._refused or Unconfirmed(DIFFERS if self.member.differs else UNKNOWN)
+
     def close(self) -> None:
         """Stop the threads; the peers learn that this island has left."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._asking.close(self.is_complete)
+        self._asking.close()
         for threads in (self._announcing, self._telling, self._copying, self._exchange, self._healing):
             threads.shutdown(wait=False, cancel_futures=True)
         self.worker.close()
@@ -251,7 +280,7 @@ class Driver:
         if self._is_copy_wanted:
             return commands.CopyInnerState()
         if self.member.done or (self.is_complete and self.member.may_end):
-            return commands.Finish(self.is_complete)
+            return commands.Finish(self.is_complete and not self.member.leaving)
         return None if self.is_complete else trainer.message(number, self._time(), self.post, is_last, starved)
 
     # Events and actions.

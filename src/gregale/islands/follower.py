@@ -96,6 +96,9 @@ class Follower:
     def leave(self) -> None:
         """Do nothing: host 0 leaves, and a `Finish` command follows."""
 
+    def confirm(self) -> None:
+        """Do nothing: host 0 waits."""
+
     def close(self) -> None:
         self._is_closed = True
         self._link.close()

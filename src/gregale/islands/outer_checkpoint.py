@@ -19,7 +19,7 @@ import numpy as np
 
 from gregale.atomic_files import os_error_text
 from gregale.checkpoint import files
-from gregale.checkpoint.files import MANIFEST, digest_of
+from gregale.checkpoint.manifest import MANIFEST, digest_of
 from gregale.checkpoint.store import delete
 from gregale.errors import UserError
 from gregale.islands.protocol.headers import OuterRecord

@@ -60,11 +60,11 @@ class ViewPoller:
             self._complain(f"requests go to the lighthouse at {address} now")
             self._failed("another coordinator is chosen")
 
-    def close(self, complete: bool = False) -> None:
-        """Stop requesting, and leave, with a complete run or without. Wait briefly for requests in progress."""
+    def close(self) -> None:
+        """Stop requesting, and leave. Wait briefly for requests in progress."""
         with self._lock:
             self._closed = True
-        self._coordinator.close(complete)
+        self._coordinator.close()
         until = time.monotonic() + LAST_REQUEST_SECONDS
         for thread in self._threads:
             if thread is not current_thread():

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from gregale.audit.estimate import ParameterShape
-from gregale.methods.config import DilocoConfig, MethodContext, PsdpConfig, StreamingDilocoConfig, SyncConfig
+from gregale.methods.config import DilocoConfig, MethodContext, StreamingDilocoConfig, SyncConfig
 from gregale.methods.schedule import Schedule
 
 
@@ -36,20 +36,17 @@ def compared(sync: SyncConfig, layers: int, only_layers: bool = False) -> dict[s
 
     - `only_layers`: all parameters are in layers
     """
-    period = sync.period if isinstance(sync, DilocoConfig) else DilocoConfig().period
+    own = sync.compared()
+    period = next((each.period for each in own.values() if each is not None), DilocoConfig().period)
     default = StreamingDilocoConfig()
     fragments, delay = min(default.fragments, layers + (not only_layers), period), min(default.delay, period - 1)
     streaming = StreamingDilocoConfig(period=period, fragments=fragments, delay=delay)
-    found = {
-        "psdp": Compared(None, isinstance(sync, PsdpConfig)),
-        "diloco": Compared(DilocoConfig(period=period), False),
-        "streaming": Compared(replace(streaming, delay=0), False),
-        "streaming_overlap": Compared(streaming, False),
+    found: dict[str, DilocoConfig | None] = {
+        "psdp": None,
+        "diloco": DilocoConfig(period=period),
+        "streaming": replace(streaming, delay=0),
+        "streaming_overlap": streaming,
     }
-    if isinstance(sync, StreamingDilocoConfig):
-        overlapping = sync if sync.delay else replace(sync, delay=delay)
-        return found | {
-            "streaming": Compared(replace(sync, delay=0), not sync.delay),
-            "streaming_overlap": Compared(overlapping, bool(sync.delay)),
-        }
-    return found | {"diloco": Compared(sync, True)} if isinstance(sync, DilocoConfig) else found
+    return {
+        name: Compared(each, name in own and (each is None or each is sync)) for name, each in (found | own).items()
+    }

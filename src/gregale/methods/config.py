@@ -18,7 +18,7 @@ from gregale.methods.method import Method
 from gregale.methods.psdp import Psdp
 from gregale.methods.schedule import PATTERNS, Schedule
 from gregale.model.config import CompilerOptions
-from gregale.optim import ConstantSchedule, MuonConfig, OptimizerConfig, SgdConfig
+from gregale.optim import ConstantSchedule, OptimizerConfig, SgdConfig
 from gregale.settings import Range, Settings, between, restated, setting, whole
 from gregale.settings.rules import LAYOUT, Rule
 
@@ -33,7 +33,7 @@ class OuterConfig(OptimizerConfig, draccus.ChoiceRegistry):  # named again: drac
     def get_known_choices(cls) -> dict[str, Any]:
         no_decay = [("weight_decay", float, restated(OptimizerConfig, "weight_decay", 0.0))]
         for name, kind in OptimizerConfig.get_known_choices().items():
-            if name not in cls._choice_registry and not issubclass(kind, MuonConfig):
+            if name not in cls._choice_registry and not kind.needs_whole_matrices:
                 cls._choice_registry[name] = make_dataclass(kind.__name__, no_decay, bases=(kind, cls), frozen=True)
         return cls._choice_registry
 
@@ -133,6 +133,10 @@ class SyncConfig(Settings, draccus.ChoiceRegistry):
         """Raise `UserError` if the method cannot begin after `step` steps."""
         del step
 
+    def compared(self) -> "dict[str, DilocoConfig | None]":
+        """Return this and its variants by their names in `methods.comparison`; None: PSDP."""
+        return {}
+
     @property
     def evaluates_replicas(self) -> bool:
         """Return whether evaluation uses the replicas' own parameters, which needs a mesh with replicas."""
@@ -154,6 +158,9 @@ class PsdpConfig(SyncConfig):
     """Gradients are averaged over replicas once a step; the optimizer runs on shards."""
 
     incompatible = (Rule("mesh.island & sync.type", DILOCO_ONLY, at=LAYOUT),)
+
+    def compared(self) -> "dict[str, DilocoConfig | None]":
+        return {"psdp": None}
 
     def build(self, parts: MethodContext) -> Methods:
         psdp = replace(parts.psdp_on(parts.layout), reduce=parts.reduce)
@@ -294,7 +301,7 @@ class DilocoConfig(SyncConfig):
         return replace(self, end=self.end or end) if begin is None else replace(self, begin=begin, end=end)
 
     def check_begins(self, step: int) -> None:
-        moves = not isinstance(self.outer.schedule, ConstantSchedule) or self.outer.schedule.warmup > 0
+        moves = not self.outer.schedule.is_constant or self.outer.schedule.warmup > 0
         if moves and step >= self.warmup_steps and max(self.warmup_steps, self.begin) != step:
             raise UserError(
                 f"sync.begin is {self.begin}, but the outer steps begin after step {step:,}, and their learning rate "
@@ -303,6 +310,9 @@ class DilocoConfig(SyncConfig):
 
     def warm_up(self) -> int:
         return self.warmup_steps
+
+    def compared(self) -> "dict[str, DilocoConfig | None]":
+        return {"diloco": self}
 
     def separate_axis(self, layout: Layout) -> str:
         return sync_axis(layout)
@@ -362,6 +372,11 @@ class StreamingDilocoConfig(DilocoConfig):
     @property
     def mixing(self) -> float:
         return self.alpha
+
+    def compared(self) -> dict[str, DilocoConfig | None]:
+        usual = min(StreamingDilocoConfig().delay, self.period - 1)
+        at_once = replace(self, delay=0) if self.delay else self
+        return {"streaming": at_once, "streaming_overlap": self if self.delay else replace(self, delay=usual)}
 
     def schedule(self, layers: int) -> Schedule:
         return Schedule(self.period, self.fragments, self.delay, layers, self.pattern)

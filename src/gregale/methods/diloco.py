@@ -741,7 +741,7 @@ class Diloco(Separate):
         """Return the quantisation loss of the replicas' differences from theta, all of them; as that of `Psdp`."""
         del batch
         reducer = self.outer_store.reducer
-        assert isinstance(reducer, QuantisedReducer)
+        assert reducer.quantised is True
 
         def differences(own: Tree) -> Tree:
             return jax.tree.map(pseudo_gradient, state.outer.parameters, own)

@@ -229,7 +229,7 @@ class Psdp(Method):
     def quantisation_loss(self, state: PsdpState, batch: Tree) -> QuantisationLoss:
         """Return the quantisation loss of a batch's gradients, in a separate program, with `reduce` quantised."""
         reducer = self.reducer
-        assert isinstance(reducer, QuantisedReducer)
+        assert reducer.quantised is True
         sums = self.sums(self.ready(state), batch, state.buffers)
         (weight,) = reducer.totals(sums.weight)
         return reducer.measure(sums.gradients, divisor_of(weight), state.error)

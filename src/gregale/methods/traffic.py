@@ -20,7 +20,7 @@ from gregale.audit.traffic import (
 )
 from gregale.axes.layout import Layout, Tree, named_arrays
 from gregale.axes.parameters import trainable
-from gregale.communication.quantised import QuantisedReducer, Reducer
+from gregale.communication.quantised import Reducer
 from gregale.methods.schedule import Fragment, Schedule, StepFragments, sizes_of
 
 SYNCHRONISE = "synchronise"
@@ -48,7 +48,7 @@ class PsdpTraffic:
     def averages(self) -> list[Transfer] | None:
         """Return each step's transfers to average gradients, take their norm and gather updates; None: float32."""
         reducer = self.reducer
-        if not isinstance(reducer, QuantisedReducer):
+        if reducer.quantised is False:
             return None
         sent, gathered = reducer.reduce_transfers(self.model), reducer.gather_transfers(self.model)
         return [*sent, *reducer.measure_transfers(2), *gathered]
@@ -126,7 +126,7 @@ class DilocoTraffic:
 
     def _over_axis(self, send: ParameterShape | None, apply: ParameterShape | None) -> float:
         reducer, axis = self.reducer, self.reducer.axis
-        if isinstance(reducer, QuantisedReducer):
+        if reducer.quantised is True:
             found = [] if send is None else reducer.reduce_transfers(send.weights)
             found += [] if apply is None else reducer.gather_transfers(apply.weights)
         else:
@@ -136,14 +136,14 @@ class DilocoTraffic:
 
     def _send(self, part: ParameterShape) -> list[Transfer]:
         reducer, axis = self.reducer, self.reducer.axis
-        if not isinstance(reducer, QuantisedReducer):
+        if reducer.quantised is False:
             return send_transfers(part, axis)
         messages = [*reducer.reduce_transfers(part.weights), *reducer.measure_transfers(1)]
         return kept(part, [*messages, *agreement(part, axis)])
 
     def _apply(self, part: ParameterShape) -> list[Transfer]:
         reducer = self.reducer
-        if not isinstance(reducer, QuantisedReducer):
+        if reducer.quantised is False:
             return apply_transfers(part)
         # With islands, the replicas inside one gather their parts, in float32.
         inside = replace(part, layout=replace(part.layout, opt_state=reducer.layout.params))

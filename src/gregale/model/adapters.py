@@ -1,7 +1,7 @@
 """Adapters of a model (LoRA, arXiv 2106.09685), and the marks of its other weights."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import equinox as eqx
 import haliax as hax
@@ -16,7 +16,7 @@ from gregale.axes.layout import BATCH, EMBED, LORA_RANK, POSITION, is_layers, is
 from gregale.axes.parameters import Frozen, QuantisedWeight, is_buffer, is_parameter, is_quantised
 from gregale.codecs.codec import NormalFloatCodec, UniformCodec
 from gregale.errors import UserError
-from gregale.model.config import EXPERT_TARGETS, TARGETS, LoraConfig
+from gregale.model.config import EXPERT_TARGETS, TARGETS, AdapterConfig
 
 FACTORS = {"lora_a", "lora_b"}
 Axes = tuple[Axis, ...]
@@ -36,7 +36,7 @@ class ExpertMatrices(eqx.Module):
 
     adapters: dict[str, Factors] = eqx.field(default_factory=dict, kw_only=True)
 
-    def with_adapters(self, config: LoraConfig, key: jax.Array) -> "ExpertMatrices":
+    def with_adapters(self, config: AdapterConfig, key: jax.Array) -> "ExpertMatrices":
         """Return the layer, or a stack of them, whose matrices among `config.expert_targets` have adapters."""
         names = config.expert_targets
 
@@ -92,7 +92,11 @@ class Lora(Linear):
         raise TypeError("a layer with an adapter is computed by `Execution.project(layer, x)`")
 
 
-def adapted(model: Any, config: LoraConfig, key: jax.Array) -> Any:
+def is_lora(node: Any) -> TypeGuard[Lora]:
+    return isinstance(node, Lora)
+
+
+def adapted(model: Any, config: AdapterConfig, key: jax.Array) -> Any:
     """Return a model whose `config.targets` have adapters, and whose other weights are marked as frozen.
 
     A is uniform in +-1 / sqrt(inputs), and B is zero, so that outputs are those of the model. Buffers stay.
@@ -112,7 +116,7 @@ def adapted(model: Any, config: LoraConfig, key: jax.Array) -> Any:
         model = structure.unflatten(adapted_nodes)
 
     def marked(leaf):
-        return Frozen(leaf) if is_quantised(leaf) or is_parameter(getattr(leaf, "array", leaf)) else leaf
+        return Frozen(leaf) if is_quantised(leaf) or is_parameter(leaf.array if is_named(leaf) else leaf) else leaf
 
     def one(path, node):
         if not isinstance(node, Linear):
@@ -141,7 +145,7 @@ def quantised(model: Any, base: str) -> Any:
     return jax.tree_util.tree_map_with_path(one, model, is_leaf=_is_whole)
 
 
-def with_adapter(layer: Linear, frozen: Linear, config: LoraConfig, key: jax.Array) -> Lora:
+def with_adapter(layer: Linear, frozen: Linear, config: AdapterConfig, key: jax.Array) -> Lora:
     """Return a linear layer, or a stack of them, with an adapter; `frozen`: the layer with its marks."""
     In, Out, Rank = axis_spec_to_tuple(layer.In), axis_spec_to_tuple(layer.Out), Axis(LORA_RANK, config.rank)
     stacked = tuple(axis for axis in layer.weight.axes if axis not in (*In, *Out))
@@ -182,10 +186,6 @@ def hashed(values: jax.Array, places: np.ndarray | None = None) -> jax.Array:
 
 def without_adapters(model: Any) -> Any:
     """Return a model that computes, with its frozen weights alone; a model without adapters is as it was."""
-
-    def is_lora(node):
-        return isinstance(node, Lora)
-
     found = jax.tree.map(lambda node: node.base if is_lora(node) else node, model, is_leaf=is_lora)
     return jax.tree.map(
         lambda node: replace(node, adapters={}) if _has_experts(node) else node, found, is_leaf=_has_experts
@@ -210,7 +210,7 @@ def merged_weight(weight: NamedArray, a: NamedArray, b: NamedArray, scale: float
     return weight.astype(jnp.float32) + scale * update.rearrange(weight.axes)
 
 
-def check_targets(model: Any, config: LoraConfig) -> None:
+def check_targets(model: Any, config: AdapterConfig) -> None:
     """Raise `UserError` if the model lacks a target."""
     there = {path[-1] for path, _ in _linears(model)}
     if any(map(_has_experts, jax.tree.leaves(model, is_leaf=_has_experts))):

@@ -2,9 +2,9 @@
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NamedTuple, Protocol, cast
+from typing import Any, ClassVar, NamedTuple, Self, cast
 
 import draccus
 import jax
@@ -25,22 +25,29 @@ Batch = dict[str, NamedArray]
 """`tokens`, `targets`, `loss_mask`, `positions` and, inside documents, `segment_ids`: [batch, position] each."""
 
 
-class LanguageModel(Protocol):
-    """The methods that a run needs of a model, an Equinox module whose floating-point arrays are trained.
+class ModelMethods(NamedTuple):
+    """The methods of a model, as in `gregale.model.llama.Llama`; None for those that it lacks.
 
-    A model with a `gregale.axes.parameters.Buffer` also has `update_buffers(statistics, weight)`: it returns the model
-    with new buffers, from the sums of `Losses.statistics` and of the weights over a whole step.
+    A model is an Equinox module of any class, whose floating-point arrays are trained. It needs `loss`.
 
-    `logits` is optional: sampling and tasks need it. A model may have faster forms of it: `prefill`, `decode` and
-    `unstacked` for sampling with a cache, and `scores` for tasks (`gregale.model.llama.Llama`).
+    - `loss`: the sum of the masked losses (nats) and the sum of the mask, both float32 scalars, or `Losses`
+    - `update_buffers`: the model with new `Buffer`s, from a step's sums of `Losses.statistics` and of the weights
+    - `logits`: for sampling and tasks; `scores` and `prefill`, with `decode` and `unstacked`, are faster forms of it
+    - `window_of_all`: no method, but the window of all layers' attention
     """
 
-    def loss(self, batch: Batch, execution: Any) -> tuple[jax.Array, jax.Array]:
-        """Return the sum of the masked losses (nats) and the sum of the mask, both float32 scalars.
+    loss: Callable | None
+    update_buffers: Callable | None
+    logits: Callable | None
+    scores: Callable | None
+    prefill: Callable | None
+    attention_logit_maxima: Callable | None
+    expert_loads: Callable | None
+    window_of_all: int | None
 
-        - `execution`: a `gregale.model.execution.Execution`
-        """
-        ...
+    @classmethod
+    def of(cls, model: Any) -> Self:
+        return cls(*(getattr(model, name, None) for name in cls._fields))
 
 
 class DecoderSizes(NamedTuple):
@@ -83,12 +90,15 @@ class ModelConfig(Settings, draccus.ChoiceRegistry):
     experts = cast(Any, None)  # in place of MLPs
     kind_numbers: ClassVar[tuple[int, ...]] = ()  # of each layer, see `gregale.model.execution`
     score_softcap: ClassVar[float | None] = None  # the limit of attention scores; None: no limit
+    logit_rows = cast(int | None, None)  # first rows of the vocabulary that have logits; None: all
+    is_at_hub: ClassVar[bool] = False  # it names a model of the hub, whose shape a run has in its place
+    keys_of_rates: ClassVar[tuple[str, ...]] = ()  # settings of learning rates alone, which may be None
 
     @classmethod
     def default_choice_name(cls) -> str:
         return "llama"
 
-    def init(self, Vocab: Axis, key: jax.Array) -> LanguageModel:
+    def init(self, Vocab: Axis, key: jax.Array) -> Any:
         """Return the model with its initial weights; it is traced, so that each device makes its shards.
 
         - `Vocab`: the padded vocabulary
@@ -118,6 +128,8 @@ class ModelConfig(Settings, draccus.ChoiceRegistry):
 @dataclass(frozen=True)
 class HuggingFaceConfig(ModelConfig):
     """The shape in the config.json of a model of the hub, with random weights; a run keeps it as `type: llama`."""
+
+    is_at_hub: ClassVar[bool] = True
 
     path: str = field(metadata={"help": "its folder, or its name on the hub: ORG/NAME or ORG/NAME@REVISION"})
     with_tokenizer: bool = setting(True, "its tokenizer too, unless data.tokenizer is another")
@@ -605,6 +617,7 @@ class DecoderConfig(Sizes):
     """The settings of the Llama family's layers; `gregale.model.llama` has the types that make models of them."""
 
     splits_positions: ClassVar[bool] = True
+    keys_of_rates: ClassVar[tuple[str, ...]] = ("parametrisation",)
 
     # Only `GptOssConfig` has others.
     sinks: ClassVar[bool] = False  # attention has sinks, see `kernels.sinks`
@@ -710,6 +723,10 @@ class DecoderConfig(Sizes):
         return Logits(self.logit_softcap, self.vocabulary if self.row_multiple > 1 else None, self.z_loss)
 
     @property
+    def logit_rows(self) -> int | None:
+        return self.logits.rows
+
+    @property
     def window_of_all(self) -> int | None:
         """Return the window of all layers; None if some layer has none."""
         return None if self.full_layers else self.sliding_window
@@ -777,6 +794,19 @@ BASES = ("dtype", "int8", "nf4")
 class AdapterConfig(Settings, draccus.ChoiceRegistry):
     """The choice of an adapter by `type`."""
 
+    # Subclasses have these as fields, see `ModelConfig`.
+    rank = cast(int, 0)
+    dropout = cast(float, 0.0)
+    targets = cast(tuple[str, ...], ())
+    base = cast(str, "dtype")
+    start_from = cast(str | None, None)
+    scale = cast(float, 1.0)  # of what adapters add
+    expert_targets = cast(list[str], [])  # names of adapted matrices of experts, in their layer
+
+    def peft(self) -> dict[str, Any]:
+        """Return the keys of an adapter_config.json that say how the adapters compute."""
+        raise TypeError(f"{type(self).__name__} is no adapter of PEFT; choose one by its type")
+
     @classmethod
     def default_choice_name(cls) -> str:
         return "lora"
@@ -828,9 +858,16 @@ class LoraConfig(AdapterConfig):
 
     @property
     def expert_targets(self) -> list[str]:
-        """Return the names of adapted matrices of experts, in their layer."""
         return [name for target, name in EXPERT_TARGETS.items() if target in self.targets]
 
     @property
     def scale(self) -> float:
         return self.alpha / (self.rank if self.scaling == "standard" else self.rank**0.5)
+
+    def peft(self) -> dict[str, Any]:
+        return {
+            "r": self.rank,
+            "lora_alpha": int(self.alpha) if self.alpha % 1 == 0 else self.alpha,
+            "lora_dropout": self.dropout,
+            "use_rslora": self.scaling == "rank_stabilised",
+        }

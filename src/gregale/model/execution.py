@@ -24,7 +24,7 @@ from gregale.axes.gather import gathered
 from gregale.axes.layout import BATCH, EMBED, EXPERTS, LAYERS, POSITION, AxisMapping, Layout, is_named
 from gregale.axes.parameters import Stacks, decoded, is_quantised, is_stacks, position_order, renamed, stack_axis
 from gregale.errors import UserError
-from gregale.model.adapters import Lora
+from gregale.model.adapters import is_lora
 from gregale.model.config import DTYPES, ComputeConfig, ModelConfig
 from gregale.model.kernels.dispatch import KernelRequest, check_matmul, kernels_for
 from gregale.model.kernels.operations import ATTENTION_NAME, PLAIN, Kernels
@@ -147,7 +147,6 @@ def joined(pieces: Sequence[Sequence[Any]], labels: tuple[Label, ...], parts: Se
 
 
 def _joined_stack(pieces: Sequence[Sequence[Any]]) -> Any:
-
     def whole(*places: jax.Array) -> jax.Array:
         if len(places) == 1:
             return places[0]
@@ -231,19 +230,25 @@ def named(x: NamedArray, name: str) -> NamedArray:
     return NamedArray(checkpoint_name(x.array, name), x.axis_names)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerScan:
-    """The settings of a scan over layers: see the fields of the same names of `gregale.model.execution.Execution`."""
+    """The scan over a stack of layers, and what it keeps of each for the backward pass."""
 
-    policy: ScanCheckpointPolicy
-    unroll: int
-    first_layers: int
-    recomputes_late: bool
+    remat: str = "none"  # name of the policy for a layer's saved values
+    splits_stream: bool = False  # as of `SequenceParallel`: its parts are among these values
+    unroll: int = 1  # layers unrolled in the scan
+    first_layers: int = 0  # layers at the beginning of the stack that have a scan of their own
+    # A layer is computed again when its gradient is. Else a compiler for accelerators does so long before: with other
+    # layers of a loop's body, or before the loss, where it takes an iteration out of the loop.
+    recomputes_late: bool = False
 
-    def __call__(
+    def scan_layers(
         self, block: Callable, kinds: tuple[int, ...], carry: Any, weights: Any, *more: Any
     ) -> tuple[Any, Any]:
-        """Do `Execution.scan_layers`."""
+        """Run `carry, out_i = block(carry, weights[i], kinds[i], *more[i])`; return the carry and stacked outs.
+
+        For tuples, with one tree per layer, the outs are a tuple; for `Stacks` they are `Stacks` too.
+        """
         if isinstance(weights, tuple):
             outs = []
             for layer in zip(weights, kinds, *more, strict=True):
@@ -268,7 +273,8 @@ class LayerScan:
 
     def _segment(self, block: Callable, part: LayerSegment, carry, layers, late: bool):
         """Scan one segment; each layer of its pattern saves by the policy the same values as alone."""
-        policy, Layers = self.policy, Axis(LAYERS, part.repeats)
+        policy = (SPLIT_POLICIES if self.splits_stream else REMAT_POLICIES)[self.remat]
+        Layers = Axis(LAYERS, part.repeats)
         if late or (self.first_layers and part.repeats == 1):
             policy = replace(policy, prevent_cse=True)
         unroll = min(max(1, self.unroll // len(part.pattern)), part.repeats)
@@ -318,48 +324,12 @@ Block = Callable[..., Any]
 """block(x [batch, ...], weights of one layer, the layer's kind, rows [batch, ...], execution) -> x"""
 
 
-@dataclass(frozen=True)
-class Execution:
-    """The settings for running a model, passed to it explicitly."""
+@dataclass(frozen=True, kw_only=True)
+class SequenceParallel:
+    """The placement of activations: on the mesh axes of `compute`, and the stream between the halves of layers."""
 
     layout: Layout  # mesh and mappings of one replica
-    dtype: jnp.dtype = jnp.float32  # of activations and gathered weights
-    remat: str = "none"  # name of the policy for a layer's saved values
-    unroll: int = 1  # layers unrolled in the scan over layers
-    kernels: Kernels = PLAIN  # the form of the model's operations
-    matmul: str = "dtype"  # the numbers that the layers' linear products take: those of `dtype`, or 8-bit ones
-    loss_block: int = 1024  # tokens whose logits are in memory at a time on a device
-    fused_logits: bool = False  # the compiler computes exponentials of logits with the product
-    weights_ready: bool = False  # the input weights are gathered already
-    evaluates: bool = False  # a loss is of held-out text: it needs no auxiliary terms
-    dropout_keys: NamedArray | None = None  # of each row [batch], for adapters in training; None: they drop nothing
-    first_layers: int = 0  # layers at the beginning of the stack that have a scan of their own
     splits_stream: bool = False  # `model` splits the stream, see `stream`
-    # A layer is computed again when its gradient is. Else a compiler for accelerators does so long before: with other
-    # layers of a loop's body, or before the loss, where it takes an iteration out of the loop.
-    recomputes_late: bool = False
-    # runs a stack of layers, `stack(block, x, weights, rows)`; None: they are scanned
-    stack: Callable[[LayerFunction, NamedArray, Any, Any], tuple[NamedArray, Any]] | None = None
-
-    def gathered(self, weights) -> Any:
-        """Gather weights, unless they are ready; those in few bits are decoded for use."""
-        return decoded(weights if self.weights_ready else gathered(weights, self.layout, self.dtype), self.dtype)
-
-    def gathered_layer(self, weights) -> Any:
-        """Gather the weights of a layer whose products are `project` and `mlp`, as the numbers that these take."""
-        found = self.gathered(weights)
-        if self.weights_ready or self.matmul == "dtype":
-            return found
-
-        def one(layer, shard):
-            if is_named(layer) and self.matmul == "int8" and layer.axis_names[0] == EXPERTS and layer.ndim == 3:
-                return in_eight_bits(self.quantisation(), layer, shard.astype(self.dtype), [layer.axis_names[1]])
-            if not isinstance(layer, Linear) or is_quantised(shard.weight):
-                return layer
-            inputs, exact = [axis.name for axis in axis_spec_to_tuple(layer.In)], shard.weight.astype(self.dtype)
-            return replace(layer, weight=in_eight_bits(self.quantisation(), layer.weight, exact, inputs))
-
-        return jax.tree.map(one, found, weights, is_leaf=lambda node: isinstance(node, Linear) or is_named(node))
 
     def placed(self, activation: NamedArray) -> NamedArray:
         return self.layout.constrain(activation, self.layout.compute)
@@ -397,14 +367,47 @@ class Execution:
             return named(x, name)
         return named(self.stream(self.placed(x)), PART + name)
 
+
+@dataclass(frozen=True, kw_only=True)
+class Products:
+    """The precision of weights in use, and the products of linear layers."""
+
+    layout: Layout  # mesh and mappings of one replica
+    dtype: jnp.dtype = jnp.float32  # of activations and gathered weights
+    kernels: Kernels = PLAIN  # the form of the model's operations
+    matmul: str = "dtype"  # the numbers that the layers' linear products take: those of `dtype`, or 8-bit ones
+    weights_ready: bool = False  # the input weights are gathered already
+    dropout_keys: NamedArray | None = None  # of each row [batch], for adapters in training; None: they drop nothing
+
+    def gathered(self, weights) -> Any:
+        """Gather weights, unless they are ready; those in few bits are decoded for use."""
+        return decoded(weights if self.weights_ready else gathered(weights, self.layout, self.dtype), self.dtype)
+
+    def gathered_layer(self, weights) -> Any:
+        """Gather the weights of a layer whose products are `project` and `mlp`, as the numbers that these take."""
+        found = self.gathered(weights)
+        if self.weights_ready or self.matmul == "dtype":
+            return found
+
+        def one(layer, shard):
+            if is_named(layer) and self.matmul == "int8" and layer.axis_names[0] == EXPERTS and layer.ndim == 3:
+                return in_eight_bits(self.quantisation(), layer, shard.astype(self.dtype), [layer.axis_names[1]])
+            if not isinstance(layer, Linear) or is_quantised(shard.weight):
+                return layer
+            inputs, exact = [axis.name for axis in axis_spec_to_tuple(layer.In)], shard.weight.astype(self.dtype)
+            return replace(layer, weight=in_eight_bits(self.quantisation(), layer.weight, exact, inputs))
+
+        return jax.tree.map(one, found, weights, is_leaf=lambda node: isinstance(node, Linear) or is_named(node))
+
     def project(self, layer: Linear, x: NamedArray) -> NamedArray:
         """Return the product of a linear layer, its bias, and its adapter, by `compute.matmul`."""
-        if isinstance(layer, Lora):
+        if is_lora(layer):
             seen = x
             if layer.dropout > 0 and self.dropout_keys is not None:
                 order = position_order(x.resolve_axis(POSITION).size, self.layout.context)
                 seen = layer.dropped(x, self.dropout_keys, order)
-            inner = self.placed(self.kernels.project(layer.lora_a, seen) * layer.scale)
+            inner = self.kernels.project(layer.lora_a, seen) * layer.scale
+            inner = self.layout.constrain(inner, self.layout.compute)
             return self.project(layer.base, x) + self.kernels.project(layer.lora_b, inner)
         if self.matmul == "dtype":
             return self.kernels.project(layer, x)
@@ -415,7 +418,7 @@ class Execution:
         """Return down(activation(gate(x)) * up(x)) as one operation; None: there is none for `compute.matmul`."""
         if self.matmul != "int8" or activation != "silu":
             return None
-        if any(layer.bias is not None or isinstance(layer, Lora) for layer in layers):
+        if any(layer.bias is not None or is_lora(layer) for layer in layers):
             return None
         return quantised_mlp(self.quantisation(), x, tuple(layer.weight for layer in layers))
 
@@ -425,16 +428,15 @@ class Execution:
         parts = tuple((name, count) for name, count in shared.items() if count > 1)
         return Quantised(FORMATS[self.matmul], mesh.devices.flat[0].platform, parts, self.layout)
 
-    def attend(
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        segments: jax.Array | None,
-        window: int | None,
-        cap: float | None = None,
-        sinks: jax.Array | None = None,
-    ) -> jax.Array:
+
+@dataclass(frozen=True, kw_only=True)
+class SelfAttention:
+    """Attention of the positions of a batch to one another."""
+
+    layout: Layout  # mesh and mappings of one replica
+    kernels: Kernels = PLAIN  # the form of the model's operations
+
+    def attend(self, q, k, v, segments, window: int | None, cap: float | None = None, sinks=None) -> jax.Array:
         """Compute causal self-attention, see `Attend`; a kernel runs on each device: its rows, positions and heads.
 
         The partitioner would gather all operands of a kernel. Axes that are mapped outside of this call (`replica`, and
@@ -452,6 +454,17 @@ class Execution:
 
         run = self.layout.shard_map(attend, (query, key, key, ids, query), query)
         return run(q, k, v, segments, sinks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Execution(SequenceParallel, Products, SelfAttention, LayerScan):
+    """The settings for running a model, passed to it explicitly: those of its parts, each of which runs alone too."""
+
+    loss_block: int = 1024  # tokens whose logits are in memory at a time on a device
+    fused_logits: bool = False  # the compiler computes exponentials of logits with the product
+    evaluates: bool = False  # a loss is of held-out text: it needs no auxiliary terms
+    # runs a stack of layers, `stack(block, x, weights, rows)`; None: they are scanned
+    stack: Callable[[LayerFunction, NamedArray, Any, Any], tuple[NamedArray, Any]] | None = None
 
     def run_layers(self, block: Block, kinds: tuple[int, ...], x: NamedArray, weights, rows) -> NamedArray:
         """Run `x = block(x, weights[i], kinds[i], rows, execution)` for every i along the layers.
@@ -506,15 +519,6 @@ class Execution:
 
         (x, _), outs = self.scan_layers(step, kinds, handed_on(x), weights)
         return x, outs
-
-    def scan_layers(self, block: Callable, kinds: tuple[int, ...], carry, weights, *more):
-        """Run `carry, out_i = block(carry, weights[i], kinds[i], *more[i])`; return the carry and stacked outs.
-
-        For tuples, with one tree per layer, the outs are a tuple; for `Stacks` they are `Stacks` too.
-        """
-        policies = SPLIT_POLICIES if self.splits_stream else REMAT_POLICIES
-        scan = LayerScan(policies[self.remat], self.unroll, self.first_layers, self.recomputes_late)
-        return scan(block, kinds, carry, weights, *more)
 
 
 def channels_last(x: NamedArray, layout: Layout, mapping: AxisMapping) -> NamedArray:

@@ -341,7 +341,7 @@ class Experts(ExpertMatrices):
             config=c,
         )
 
-    def __call__(
+    def with_sums(
         self, x: NamedArray, mask: NamedArray | None, execution: Execution
     ) -> tuple[NamedArray, dict[str, NamedArray]]:
         """Return the output [batch, position, embed], and `routing_sums` if there is a mask [batch, position]."""

@@ -270,3 +270,8 @@ class Mlp(eqx.Module):
         gated = {"silu": execution.kernels.swiglu, "gelu": execution.kernels.geglu}[self.activation]
         product = gated(gate, up)  # activation(gate) * up
         return execution.summed(execution.project(self.down, product), "mlp_out")
+
+    def with_sums(self, x: NamedArray, mask: NamedArray | None, execution: Execution) -> tuple[NamedArray, dict]:
+        """Return the output, and no sums for the loss, see `Experts`."""
+        del mask
+        return self(x, execution), {}

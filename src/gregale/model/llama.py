@@ -89,11 +89,7 @@ class Block(eqx.Module):
         return self._post_norm(self.attention_norm, self.attention_out_norm, attended, execution)
 
     def _mlp_out(self, x, execution: Execution, mask=None) -> tuple[NamedArray, dict[str, NamedArray]]:
-        taken, sums = self._pre_norm(self.mlp_norm, x, execution), {}
-        if isinstance(self.mlp, Experts):
-            fed, sums = self.mlp(taken, mask, execution)
-        else:
-            fed = self.mlp(taken, execution)
+        fed, sums = self.mlp.with_sums(self._pre_norm(self.mlp_norm, x, execution), mask, execution)
         return self._post_norm(self.mlp_norm, self.mlp_out_norm, fed, execution), sums
 
     def _pre_norm(self, norm: RmsNorm, x: NamedArray, execution: Execution, square=None) -> NamedArray:
@@ -225,6 +221,11 @@ class Llama(eqx.Module):
             return None
         load, dense = of_experts(self.blocks).mlp.load.value, self.config.dense_layers
         return NamedArray(jnp.pad(load.array, ((dense, 0), (0, 0)), constant_values=jnp.nan), (LAYERS, ROUTER))
+
+    @property
+    def window_of_all(self) -> int | None:
+        """Return the window of all layers; None if some layer has none."""
+        return self.config.window_of_all
 
     def unstacked(self) -> "Llama":
         """Return the model with a tuple of blocks, one per layer: a program reads them without slicing."""

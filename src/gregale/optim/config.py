@@ -253,6 +253,7 @@ class OptimizerConfig(Settings, draccus.ChoiceRegistry):
     """
 
     scales_rates: ClassVar[bool] = False  # whether `Scaling` has the factors of its rates
+    needs_whole_matrices: ClassVar[bool] = False  # it does not run on shards
 
     learning_rate: float = setting(
         1e-3, "peak learning rate", range=at_least(0), aliases=("lr", "peak_lr", "max_lr", "step_size", "outer_lr")

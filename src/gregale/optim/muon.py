@@ -180,6 +180,7 @@ class MuonConfig(OptimizerConfig):
     """
 
     scales_rates: ClassVar[bool] = True
+    needs_whole_matrices: ClassVar[bool] = True
 
     weight_decay: float = restated(OptimizerConfig, "weight_decay", 0.1)
     momentum: float = setting(0.95, "decay of Muon's momentum", range=DECAY)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import draccus
 import jax.numpy as jnp
@@ -20,6 +21,8 @@ class ScheduleConfig(Settings, draccus.ChoiceRegistry):
     In the warmup of w steps the rate at step t (counted from 0 at `begin`) is
     `peak * (initial + (1 - initial) * (t + 1) / (w + 1))`, so that no step has a rate of zero; step w has the peak.
     """
+
+    is_constant: ClassVar[bool] = False  # the rate stays after the warmup
 
     warmup: float = setting(
         0.0,
@@ -102,6 +105,8 @@ def _final(default: float):
 @dataclass(frozen=True)
 class ConstantSchedule(ScheduleConfig):
     """The peak, constant."""
+
+    is_constant = True
 
     def after_warmup(self, peak: float, steps: int, in_steps_of: int) -> optax.Schedule:
         return optax.constant_schedule(peak)

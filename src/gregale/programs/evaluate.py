@@ -19,18 +19,25 @@ from gregale.distributed.signals import ended_by_signals
 from gregale.errors import UserError
 from gregale.evaluation.tasks import Task, read_tasks
 from gregale.programs.command import Command
-from gregale.programs.runtime import sliding_window
-from gregale.programs.runtime.checkpointed import mixtures_of, newer_masks, recorded
-from gregale.programs.runtime.evaluation import EvaluationText, Evaluator, evaluation_text, format_losses
-from gregale.programs.runtime.sliding_window import Documents, SlidingEvaluation
-from gregale.programs.runtime.tasks import evaluation_on, start_of, task_metrics
-from gregale.programs.runtime.trained_model import Trained, open_trained
+from gregale.programs.runtime.evaluation import (
+    Documents,
+    EvaluationText,
+    Evaluator,
+    SlidingEvaluation,
+    evaluation_on,
+    evaluation_text,
+    format_losses,
+    format_metrics,
+    start_of,
+    task_metrics,
+)
+from gregale.programs.runtime.trained_model import Trained, mixtures_of, newer_masks, open_trained, recorded
 from gregale.settings import Settings, setting, whole
 from gregale.streams import say
-from gregale.tables import print_table
 from gregale.terminal import Console as Terminal
+from gregale.terminal import print_table
 from gregale.tracking.callback import finite
-from gregale.tracking.console import Console
+from gregale.tracking.trackers import Console
 
 KINDS = {".jsonl": JsonLinesSource, ".parquet": ParquetSource, ".csv": CsvSource, ".tsv": TsvSource}
 
@@ -152,7 +159,7 @@ def text_metrics(
         metrics = whole.metrics()
         for name, documents in found.items():
             metrics |= {f"{metric}.{name}": value for metric, value in documents.metrics().items()}
-        return metrics, sliding_window.format_metrics(metrics)
+        return metrics, format_metrics(metrics)
     batches = options.batches
     if batches is None and not options.all and not options.data:
         batches = trained.setup.config.evaluation.batches

@@ -49,11 +49,18 @@ from gregale.huggingface.weights import (
     slots_by_name,
     write_index,
 )
-from gregale.model.llama import LlamaConfig
 from gregale.programs.command import Command
-from gregale.programs.runtime.adapters import base_name, write_adapter_settings
 from gregale.programs.runtime.setup import Setup
-from gregale.programs.runtime.trained_model import Opened, find_run, on_devices, opened, set_up_run
+from gregale.programs.runtime.trained_model import (
+    Opened,
+    base_name,
+    decoder_of,
+    find_run,
+    on_devices,
+    opened,
+    set_up_run,
+    write_adapter_settings,
+)
 from gregale.runs.config import TrainConfig
 from gregale.runs.history import Figures, FiguresReader
 from gregale.runs.process_agreement import process_terms
@@ -180,17 +187,6 @@ def main(options: ExportOptions) -> int:
         if note := rounded(dtypes, imported.dtypes):
             say(f"{target}: {note}")
     return 0
-
-
-def decoder_of(config: TrainConfig) -> LlamaConfig:
-    """Return the model's configuration; raise `UserError` if it is none that transformers has."""
-    if not isinstance(config.model, LlamaConfig):
-        kind = config.model.get_choice_name(type(config.model))
-        raise UserError(
-            f"model.type is {kind}, a model of your own: other programs have no such model, so nothing could load the "
-            "folder. `gregale export` writes models of type llama, gemma and gpt_oss."
-        )
-    return config.model
 
 
 def dtypes_of(slots: list[Slot], asked: str | None, imported: ImportedFiles) -> Dtypes:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gregale.data.sources.base import expand
 from gregale.errors import UserError
-from gregale.islands.transport.lighthouse import NAME, Lighthouse
+from gregale.islands.transport.lighthouse import NAME, Lighthouse, records_beside
 from gregale.islands.transport.tls import read_credentials
 from gregale.programs.command import Command
 from gregale.settings import Settings, setting
@@ -30,11 +30,12 @@ def main(options: LighthouseOptions) -> int:
             "Give --token_file and the file that the islands have as islands.token_file. "
             "`umask 077; head -c 32 /dev/urandom | base64 > islands.token` makes one."
         )
-    token = read_credentials(Path(expand(options.token_file)), "token_file", NAME)
+    path = Path(expand(options.token_file))
+    token = read_credentials(path, "token_file", NAME)
     stopped = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopped.set())
-    lighthouse = Lighthouse(options.bind, token, print_line)
+    lighthouse = Lighthouse(options.bind, token, print_line, records_beside(path))
     address = lighthouse.address
     print_line(f"The lighthouse listens at {address}. Islands come with --islands.lighthouse {address}")
     stopped.wait()

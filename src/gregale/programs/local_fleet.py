@@ -17,14 +17,13 @@ from gregale.atomic_files import LockHeld, locked
 from gregale.data.sources.base import expand
 from gregale.distributed.devices import end_with_parent
 from gregale.errors import Busy, UserError
+from gregale.islands.transport.lighthouse import records_beside
 from gregale.programs.command import Command
-from gregale.programs.report.page import report_page, write_page
-from gregale.programs.watch.command import SECONDS, STORE_SECONDS, Screen, handled_signals, poll_all
-from gregale.programs.watch.run_poller import RunPoller
+from gregale.programs.report import report_page, write_page
+from gregale.programs.watch import SECONDS, STORE_SECONDS, RunPoller, Screen, handled_signals, poll_all
 from gregale.runs.config import TrainConfig
-from gregale.runs.history import read_history
+from gregale.runs.history import RunPaths, read_history
 from gregale.runs.parsing import dump
-from gregale.runs.run_paths import RunPaths
 from gregale.settings import Settings, setting, whole
 from gregale.storage import ObjectPath, RetryPolicy, StoragePath, StoreError, is_url, storage_path, write_bytes
 
@@ -160,6 +159,8 @@ class Fleet:
         self._islands = config.islands
         self._token = folder / "token"
         make_token(self._token)
+        if options.fresh:
+            records_beside(self._token).unlink(missing_ok=True)
         self._stopped: str | None = None
         self._config = self._write_config(config)
         self._members: list[Member] = []

@@ -12,12 +12,11 @@ from rich.filesize import decimal
 
 from gregale.data.sources.base import expand
 from gregale.programs.command import Command
-from gregale.runs.run_summary import State, Summary, summaries
+from gregale.runs.history import State, Summary, summaries
 from gregale.settings import Settings, setting
 from gregale.storage import storage_path
 from gregale.streams import say
-from gregale.tables import fitting, print_table
-from gregale.terminal import Console
+from gregale.terminal import Console, fitting, print_table
 
 SORTS = (
     *("name", "state", "method", "step", "loss", "eval_loss", "bits_per_byte"),

@@ -8,8 +8,7 @@ import numpy as np
 from gregale.errors import UserError
 from gregale.programs.command import Command
 from gregale.settings import Range, Settings, between, setting, whole
-from gregale.tables import print_table
-from gregale.terminal import Console
+from gregale.terminal import Console, print_table
 from gregale.timeline import (
     GRID_GBIT_PER_SECOND,
     METHODS,

@@ -9,7 +9,7 @@ from gregale.programs.runtime.default_sizes import BATCH, SMALL, with_sizes
 from gregale.programs.train.stages import corpora_of
 from gregale.runs.config import TrainConfig
 from gregale.streams import say
-from gregale.tracking.console import Console
+from gregale.tracking.trackers import Console
 
 
 @dataclass(frozen=True)

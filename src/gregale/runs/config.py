@@ -6,7 +6,7 @@ from typing import Any
 
 from gregale.axes.layout import Layout, MeshConfig
 from gregale.axes.mapping import MappingConfig
-from gregale.checkpoint.store import CheckpointConfig, ExportConfig
+from gregale.checkpoint.manifest import CheckpointConfig, ExportConfig
 from gregale.codecs.codec import ReduceConfig
 from gregale.communication.pipeline import PipelineConfig
 from gregale.data.config import DataConfig

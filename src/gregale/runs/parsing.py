@@ -1,19 +1,30 @@
-"""Functions that read a configuration from a YAML file and dotted arguments, and write it as YAML."""
+"""Functions that read a configuration from a YAML file and dotted arguments, and write it as YAML.
 
+They import the plugins that it names: the user's modules, which register choices (models, optimizers, sources and so
+on). They expand the short form of stages that change the batch size: `batch.size: {0: 256, 2000: 512}`.
+"""
+
+import hashlib
+import importlib
+import inspect
 import json
+import os
 import re
+import sys
+import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeVar
+from types import CodeType
+from typing import Any, NamedTuple, TypeVar
 
 import draccus
 import yaml
 
-from gregale.errors import UserError
-from gregale.runs import batch_ramp, plugins
-from gregale.settings import shortened, shown
+from gregale.errors import UserError, own_frame
+from gregale.settings import Settings, in_steps, setting, shortened, shown
 from gregale.settings.decoding import (
     COMMAND_LINE,
     KEYWORD,
@@ -24,9 +35,208 @@ from gregale.settings.decoding import (
     is_list_at,
     is_registry,
     join,
+    known_entries,
     section_at,
 )
-from gregale.storage import StoragePath
+from gregale.storage import ObjectPath, StoragePath
+
+PLUGINS = "plugins"
+LONGEST_MESSAGE = 300
+TRUSTED = (0,)  # users whose files may name code: root can run any code anyway
+
+
+@dataclass(frozen=True)
+class PluginOptions(Settings):
+    """The option `--plugins` of commands that read the configuration of a run."""
+
+    plugins: list[str] = setting(list, "modules to import first, for a run with plugins")
+
+
+def import_plugins(names: Sequence[str], origin: str = "") -> None:
+    """Import modules in order, before a configuration that uses their choices is decoded.
+
+    The current folder is searched too, after all others, so that none of its files hides an installed package.
+
+    - `origin`: where the names stand, for messages
+
+    Raises `UserError` for a module that does not exist, raises an exception, uses a device, or misspells a method.
+    """
+    before_all = sys.modules.keys() - names
+    folder = str(Path.cwd())
+    if names and folder not in sys.path:
+        sys.path.append(folder)
+    importlib.invalidate_caches()  # a notebook may just have written a module
+    for name in names:
+        if name in sys.modules:
+            continue
+        if name.endswith(".py") or not all(part.isidentifier() for part in name.split(".")):
+            raise UserError(
+                f"`{PLUGINS}`{origin}: {shown(name)} is no name of a module. Write it as `import` has it, without .py "
+                "and with dots between folders: my_package.my_module."
+            )
+        before = _uses_devices()
+        try:
+            importlib.import_module(name)
+        except (Exception, SystemExit) as error:
+            raise UserError(f"`{PLUGINS}`{origin}: {_import_problem(name, error, folder)}") from error
+        if _uses_devices() and not before:
+            raise UserError(
+                f"`{PLUGINS}`{origin}: {shown(name)} computes with JAX when it is imported, before the devices are set "
+                "up. Make its arrays in a function."
+            )
+        known_entries.cache_clear()
+    for name in sorted(sys.modules.keys() - before_all):
+        for cls in [*getattr(sys.modules[name], "__dict__", {}).values()]:
+            if issubclass(type(cls), type) and cls.__module__ == name and not name.startswith("gregale."):
+                _check_methods(cls, origin)
+
+
+def elsewhere(path: StoragePath) -> str | None:
+    """Return why a configuration file may not choose code that this process runs; None for the user's own file."""
+    if isinstance(path, ObjectPath):
+        return "it is in a store"
+    owner, user = path.stat().st_uid, os.geteuid()
+    return None if owner in (user, *TRUSTED) else f"it belongs to another user ({owner}, you are {user})"
+
+
+def check_imported(names: Sequence[str], path: StoragePath, why: str) -> None:
+    """Raise `UserError` if a file from elsewhere names a module that this process has not imported already.
+
+    - `why`: of `elsewhere`
+    """
+    if missing := [name for name in names if name not in sys.modules]:
+        raise UserError(
+            f"{path} names plugins ({', '.join(missing)}), which are code, and {why}. None of them was imported. To "
+            f"import your own modules of these names, give them: `--{PLUGINS} {','.join(names)}`."
+        )
+
+
+def code_digests(names: Sequence[str]) -> dict[str, str]:
+    """Return a digest of the file of each module; empty for a module without one."""
+    files = {name: getattr(sys.modules.get(name), "__file__", None) for name in names}
+    return {
+        name: hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12] if file else "" for name, file in files.items()
+    }
+
+
+def _uses_devices() -> bool:
+    """Return whether JAX has started a backend in this process; JAX has no public function for it."""
+    bridge = sys.modules.get("jax._src.xla_bridge")
+    return bridge is not None and bridge.backends_are_initialized()
+
+
+def _methods(cls: type) -> dict[str, CodeType]:
+    """Return the code of the public functions and properties in the body of a class."""
+    functions = (inspect.unwrap(getattr(each, "fget", each)) for each in vars(cls).values())
+    codes = {code.co_name: code for each in functions if (code := getattr(each, "__code__", None))}
+    return {n: code for n, code in codes.items() if code.co_qualname == f"{cls.__qualname__}.{n}" and n[0] != "_"}
+
+
+def _check_methods(cls: type, origin: str) -> None:
+    """Raise `UserError` for a method that overrides nothing and has nearly the name of a method of Gregale's bases."""
+    bases = [each for each in cls.__mro__[1:] if each.__module__.startswith("gregale.")]
+    known = {name: code for each in bases for name, code in _methods(each).items() if name not in vars(cls)}
+    for name, code in _methods(cls).items() if bases else ():
+        for close in get_close_matches(name, known, 1, 0.75):  # `inti` and `init` have 0.75
+            plural = name.removesuffix("s") == close.removesuffix("s")  # no mistake without arguments
+            if not hasattr(super(cls, cls), name) and (not plural or code.co_argcount == known[close].co_argcount > 1):
+                raise UserError(
+                    f"`{PLUGINS}`{origin}: {cls.__name__}.{name} ({code.co_filename}, line {code.co_firstlineno}) "
+                    f"overrides no inherited method. Write `{close}`, or `_{name}` for a function of your own."
+                )
+
+
+def _import_problem(name: str, error: BaseException, folder: str) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
+        return (
+            f"there is no module {shown(name)}; it was looked for in the installed packages and in {folder}. A file "
+            f"my_module.py in that folder is `{PLUGINS}: [my_module]`."
+        )
+    if isinstance(error, SyntaxError):
+        file, line = error.filename, error.lineno
+    else:
+        frame = own_frame(error)
+        file, line = (frame.filename, frame.lineno) if frame else (None, None)
+    place = f" ({file}, line {line})" if file else ""
+    message = textwrap.shorten(str(error), LONGEST_MESSAGE, placeholder="...")
+    return f"{shown(name)} could not be imported{place}: {type(error).__name__}{f': {message}' if message else '.'}"
+
+
+SIZE, STAGES, FROM = "batch.size", "stages", "from"
+
+
+class _GivenStage(NamedTuple):
+    key: str  # at which the stage is given
+    first: float  # steps before the stage
+    values: dict[str, Any]
+
+
+def expand_batch_ramp(decoder: Decoder, raw: dict[str, Any], origins: dict[str, str]) -> dict[str, Any]:
+    """Return the plain values of a configuration, in which sizes by step in `batch.size` are stages.
+
+    A stage of `stages` at the same step takes the size in, unless it has a `batch.size` itself. The `origins` of stages
+    move with them.
+
+    Raises `UserError` for a key that is no step, or without a size for step 0.
+    """
+    batch = raw.get("batch")
+    size = batch.get("size") if isinstance(batch, dict) else None
+    is_ramp = isinstance(size, dict) or (isinstance(size, Text) and size.lstrip().startswith("{"))
+    if not isinstance(batch, dict) or not is_ramp or "steps" not in raw:
+        return raw
+    steps, at = decoder.decode(int, raw["steps"], "steps"), origins.get(SIZE)
+    sizes = decoder.decode(dict[str, int], size, SIZE)
+    ramp = sorted((in_steps(begin := _ramp_step(name, at), steps), begin, name) for name in sizes)
+    if not ramp or ramp[0][0]:
+        raise _ramp_refusal("has no size for step 0", at)
+    written = decoder.decode(list[dict[str, Any]], raw.get(STAGES, []), STAGES)
+    found = [_GivenStage(f"{STAGES}.{number}", _first_step(each, steps), each) for number, each in enumerate(written)]
+    for first, begin, name in ramp[1:]:
+        if at is not None:
+            origins.setdefault(f"{SIZE}.{name}", at)
+        _add_stage(found, _GivenStage(f"{SIZE}.{name}", first, {FROM: begin, "batch": {"size": sizes[name]}}))
+    before = {key: origins.pop(key) for key in [*origins] if key.startswith((f"{STAGES}.", f"{SIZE}."))}
+    for number, each in enumerate(found):
+        below = [key for key in before if key == each.key or key.startswith(f"{each.key}.")]
+        origins.update({f"{STAGES}.{number}{key.removeprefix(each.key)}": before[key] for key in below})
+    return {**raw, "batch": {**batch, "size": sizes[ramp[0][2]]}, STAGES: [each.values for each in found]}
+
+
+def _add_stage(found: list[_GivenStage], stage: _GivenStage) -> None:
+    """Add a size to the written stage at its step, or as a stage before the first one that begins later."""
+    for place, each in enumerate(found):
+        if each.first == stage.first and each.key.startswith(STAGES):
+            if isinstance(own := each.values.get("batch", {}), dict):
+                found[place] = each._replace(values={**each.values, "batch": {**stage.values["batch"], **own}})
+            return
+    place = next((place for place, each in enumerate(found) if each.first > stage.first), len(found))
+    found.insert(place, stage)
+
+
+def _first_step(stage: Mapping[str, Any], steps: int) -> float:
+    """Return the steps before a written stage; infinite for an invalid `from`, which `stages_of` refuses."""
+    begin = stage.get(FROM)
+    if isinstance(begin, bool) or not isinstance(begin, int | float) or not begin >= 0:
+        return float("inf")
+    return in_steps(begin, steps)
+
+
+def _ramp_step(name: str, at: str | None) -> float:
+    try:
+        step = float(name)
+    except ValueError:
+        step = -1.0
+    if not 0 <= step < float("inf"):
+        raise _ramp_refusal(f"has the key {shown(str(name))}", at)
+    return int(step) if step == step // 1 else step
+
+
+def _ramp_refusal(found: str, at: str | None) -> UserError:
+    return UserError(
+        f"{SIZE} {found}{f' ({at})' if at else ''}; sizes by step are a mapping of steps, or fractions of the run, to "
+        "numbers of sequences, and begin with step 0: `{0: 256, 2000: 512}`."
+    )
+
 
 Config = TypeVar("Config")
 _NUMBERS = {f"tag:yaml.org,2002:{kind}" for kind in ("int", "float")}
@@ -67,10 +277,10 @@ def load(
         value = Text(value) if isinstance(value, str) else value
         _Overrides(config_class, raw, origins, KEYWORD).set(key.split("."), value)
     decoder = Decoder(config_class, origins, _read_text)
-    if plugins.KEY in {each.name for each in fields(config_class)}:  # type: ignore[arg-type]
+    if PLUGINS in {each.name for each in fields(config_class)}:  # type: ignore[arg-type]
         _import_plugins(decoder, raw, file)
-    if batch_ramp.STAGES in {each.name for each in fields(config_class)}:  # type: ignore[arg-type]
-        raw = batch_ramp.expanded(decoder, raw, origins)
+    if STAGES in {each.name for each in fields(config_class)}:  # type: ignore[arg-type]
+        raw = expand_batch_ramp(decoder, raw, origins)
     return decoder.decode(config_class, raw)
 
 
@@ -88,19 +298,19 @@ def load_plugins(path: str | None, arguments: Sequence[str]) -> list[str]:
     raw, origins = ({}, {}) if path is None else read_yaml(Path(path))
     for pair in arguments:
         _, equals, value = pair.partition("=")
-        raw[plugins.KEY], origins[plugins.KEY] = Text(value) if equals else True, COMMAND_LINE
-    return _import_plugins(Decoder(plugins.PluginOptions, origins, _read_text), raw, Path(path) if path else None)
+        raw[PLUGINS], origins[PLUGINS] = Text(value) if equals else True, COMMAND_LINE
+    return _import_plugins(Decoder(PluginOptions, origins, _read_text), raw, Path(path) if path else None)
 
 
 def _import_plugins(decoder: Decoder, raw: dict[str, Any], file: StoragePath | None) -> list[str]:
-    if plugins.KEY not in raw:
+    if PLUGINS not in raw:
         return []
-    names, origin = decoder.decode(list[str], raw[plugins.KEY], plugins.KEY), decoder.origins.get(plugins.KEY)
-    why = None if file is None or origin in (COMMAND_LINE, KEYWORD) else plugins.elsewhere(file)
+    names, origin = decoder.decode(list[str], raw[PLUGINS], PLUGINS), decoder.origins.get(PLUGINS)
+    why = None if file is None or origin in (COMMAND_LINE, KEYWORD) else elsewhere(file)
     if file is None or why is None:
-        plugins.import_plugins(names, f" ({origin})" if origin else "")
+        import_plugins(names, f" ({origin})" if origin else "")
     else:
-        plugins.check_imported(names, file, why)
+        check_imported(names, file, why)
     return names
 
 

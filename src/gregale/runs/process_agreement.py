@@ -21,7 +21,7 @@ from gregale.distributed.rendezvous import RULE, difference, format_term, from_t
 from gregale.errors import UserError
 from gregale.evaluation.tasks import Task
 from gregale.runs.history import flat
-from gregale.runs.plugins import code_digests
+from gregale.runs.parsing import code_digests
 
 # Keys in which the processes of a run may differ: keys of a host, keys that only process 0 reads, and paths of text,
 # tokenizers and tasks, whose content is compared instead (`data_terms`). All other keys must be equal.
@@ -37,16 +37,16 @@ _DIGITS = 12  # of a digest
 
 def terms_of(settings: Any) -> dict[str, str]:
     """Return all values of a configuration by dotted keys, and the order of its sources."""
-    order = {"data.sources": ", ".join(settings.data.sources)} if hasattr(settings, "data") else {}
-    return order | {key: format_term(value) for key, value in flat(draccus.encode(settings)).items()}
+    values = draccus.encode(settings)
+    order = {"data.sources": ", ".join(values["data"]["sources"])} if "data" in values else {}
+    return order | {key: format_term(value) for key, value in flat(values).items()}
 
 
 def process_terms(settings: Any) -> dict[str, str]:
     """Return the values of a configuration that all processes of a run must have in common."""
     terms = {key: value for key, value in terms_of(settings).items() if not matches(key, MAY_DIFFER)}
-    return terms | {
-        f"plugins: {name}": digest for name, digest in code_digests(getattr(settings, "plugins", ())).items()
-    }
+    digests = code_digests(draccus.encode(settings).get("plugins", ()))
+    return terms | {f"plugins: {name}": digest for name, digest in digests.items()}
 
 
 def matches(key: str, patterns: Sequence[str]) -> bool:

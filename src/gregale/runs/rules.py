@@ -9,7 +9,6 @@ from gregale.axes.mapping import MAPPINGS
 from gregale.communication.reduce import further_splits, rows_per_part
 from gregale.data.config import SOURCES, VALIDATION
 from gregale.errors import Mistakes, multiples_near
-from gregale.objectives import DpoConfig, NextTokenConfig
 from gregale.settings import Settings
 from gregale.settings.rules import CONFIGURATION, LAYOUT, TRAINING, Rule
 from gregale.storage import is_url
@@ -29,10 +28,6 @@ def check(config: Any, layout: Layout | None = None, at: str = CONFIGURATION) ->
 def lacking(config: Any) -> str | None:
     """Return a sentence about the closed forms of memory, time and traffic that a run lacks; None: it lacks none."""
     return next((str(error) for rule in CLOSED_FORMS if (error := rule.mistake(config))), None)
-
-
-def is_another_loss(config: Any, _: Any) -> bool:
-    return not isinstance(config.objective, NextTokenConfig)
 
 
 def unlike_source(wants_pairs: bool, config: Any, _: Any) -> Found:
@@ -88,11 +83,10 @@ def other_mixtures(config: Any, layout: Layout) -> Found:
     return {"axis": axis, "replicas": replicas, "mixtures": count} if replicas != count else None
 
 
-KNOWN_LOSSES = NextTokenConfig, DpoConfig
 FORMS = "the closed forms of memory and time are for "
 # Settings without closed forms of memory, time and traffic, which `gregale plan` and `experts: auto` take.
 CLOSED_FORMS = (
-    Rule("objective.type", FORMS + "next_token and dpo.", lambda c, _: not isinstance(c.objective, KNOWN_LOSSES)),
+    Rule("objective.type", FORMS + "next_token and dpo.", "objective.has_closed_forms: false"),
     Rule("adapter.targets", FORMS + "matrices outside of experts.", "adapter.expert_targets"),
     Rule("mapping", FORMS + "the default mapping, experts aside.", "mapping.has_closed_forms: false"),
     Rule("model.type", FORMS + "models with closed_form_sizes.", lambda c, _: c.model.closed_form_sizes() is None),
@@ -103,6 +97,7 @@ OF_EXPERTS = "adapters of matrices of experts (expert_...) do not take {1}. Leav
 NO_TEXT = "data.held_out: 0 & data.validation: {}"
 TEXT = "there is no text to evaluate on. Hold out a part of the sources (data.held_out 0.02), name other text in "
 TEXT += "data.validation, or leave {0} out."
+OTHER_LOSS = "objective.is_models_own: false"
 ONE_LOSS = "{0} is for the loss of the next token. Leave it out."
 CHUNKS = "a sequence is cut into 2 x {devices} = {chunks} chunks, and {length} / {chunks} = {share} is not a whole "
 CHUNKS += "number of tokens. {0} {near} would work."
@@ -143,9 +138,9 @@ RULES = (
         "the source has pairs. Set objective.type to dpo.",
         partial(unlike_source, False),
     ),
-    Rule("pipeline & objective.type", ONE_LOSS, is_another_loss),
-    Rule("evaluation.by_position & objective.type", ONE_LOSS, is_another_loss),
-    Rule("evaluation.bigram & objective.type", ONE_LOSS, is_another_loss),
+    Rule("pipeline & objective.type", ONE_LOSS, OTHER_LOSS),
+    Rule("evaluation.by_position & objective.type", ONE_LOSS, OTHER_LOSS),
+    Rule("evaluation.bigram & objective.type", ONE_LOSS, OTHER_LOSS),
     Rule(f"evaluation.every & {NO_TEXT}", TEXT, "evaluation.tasks: []"),
     Rule(f"evaluation.bigram & {NO_TEXT}", TEXT),
     Rule(f"reduce.measure & {NO_TEXT}", TEXT),

@@ -8,16 +8,15 @@ from datetime import UTC, datetime
 from itertools import count
 from typing import Any
 
-from gregale.checkpoint.files import MANIFEST, METADATA, root_of
-from gregale.checkpoint.store import committed_steps, folder_name
+from gregale.checkpoint.manifest import MANIFEST, METADATA, committed_steps, folder_name, root_of
 from gregale.codecs.codec import ReduceConfig
 from gregale.errors import UserError
 from gregale.methods.config import SyncConfig
 from gregale.runs.config import TrainConfig
-from gregale.runs.config_diff import Change, changes
+from gregale.runs.history import RunPaths, is_evaluation
 from gregale.runs.parsing import decoded, dump, load
 from gregale.runs.run_lock import LOCK
-from gregale.runs.run_paths import RunPaths, is_evaluation
+from gregale.runs.stages import Change, changes
 from gregale.storage import ObjectPath, RetryPolicy, StoragePath, StoreError, parallel_map, write_bytes
 from gregale.storage.jsonl import Entries, read_entries
 from gregale.version import __version__

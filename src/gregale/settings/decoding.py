@@ -69,7 +69,7 @@ def entries(config_class: type, prefix: str = "", default: Any = REQUIRED) -> It
         if "keys_of" in each.metadata:
             yield replace(entry, help=f"{entry.help}; keys as in {each.metadata['keys_of']}")
         else:
-            begins_anew = "begins_anew" in each.metadata  # see `gregale.runs.config_diff`
+            begins_anew = "begins_anew" in each.metadata  # see `gregale.runs.stages`
             for found in _entries_of_field(entry, kind):
                 yield replace(found, fixed=None) if begins_anew else found
 

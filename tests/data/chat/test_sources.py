@@ -24,7 +24,7 @@ from gregale.data.tokenizers import BpeConfig, BytesTokenizer, from_json
 from gregale.errors import KeyedError, UserError
 from gregale.evaluation.bigram import bigram_bits_per_byte
 from gregale.programs.evaluate import changed
-from gregale.programs.runtime.sliding_window import SlidingEvaluation
+from gregale.programs.runtime.evaluation import SlidingEvaluation
 from gregale.programs.train.resume import check_text
 
 END = BytesTokenizer.end_of_document

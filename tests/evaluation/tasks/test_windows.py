@@ -7,7 +7,7 @@ import pytest
 
 from gregale.data.examples import DocumentStream
 from gregale.data.tokenizers import NONE, Corrections
-from gregale.programs.runtime.sliding_window import SlidingWindows
+from gregale.programs.runtime.evaluation import SlidingWindows
 
 END, START = 256, 300
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.decision import decide
 from gregale.islands.protocol.headers import Header, View
-from gregale.islands.protocol.membership import Ask, Formed, Membership
+from gregale.islands.protocol.membership import Ask, Formed, Membership, Record
 from gregale.islands.protocol.plans import StartFleet
 from tests.islands.simulator.invariants import BrokenError
 from tests.islands.simulator.node import Node
@@ -22,6 +22,7 @@ class Coordinator:
     - `frozen_at`: when it was stopped, if it is
     - `behind`: seconds for which it was stopped
     - `restarts`: how often it has died
+    - `disk`: what outlives its process
     """
 
     kind = Membership  # tests plant mistakes
@@ -34,11 +35,12 @@ class Coordinator:
         self.behind = 0.0
         self._kept: list[Callable[[], None]] = []  # what it receives while it is stopped
         self.restarts = 0
+        self.disk: dict[str, Record] = {}
         self.views: dict[Formed, View] = {}
         self._begin()
 
     def _begin(self) -> None:
-        self.membership = self.kind(1 + IDS * (self.restarts + 1000 * self.index))
+        self.membership = self.kind(1 + IDS * (self.restarts + 1000 * self.index), self.disk)
 
     @property
     def clock(self) -> float:
@@ -50,7 +52,12 @@ class Coordinator:
         return self.up and self.frozen_at is None
 
     def ask(self, node: Node, request: m.RequestView, term: int, needed: int) -> None:
-        self._take(node.name, lambda: self._asked(node, request, term, needed))
+        record = node.to_record
+        self._take(node.name, lambda: self._asked(node, request, term, needed, record))
+
+    def _record(self, node: Node, record: Record | None) -> None:
+        if record:
+            self.membership.record(node.member.identity.agreement, record)
 
     def _take(self, name: str, what: Callable[[], None]) -> None:
         """A message that it takes, if it is up; if it is stopped, later."""
@@ -64,10 +71,12 @@ class Coordinator:
 
         self.world.send(name, self.name, arrive, min(2.0, self.world.timing.heartbeat_seconds / 2))
 
-    def _asked(self, node: Node, request: m.RequestView, term: int, needed: int) -> None:
+    def _asked(self, node: Node, request: m.RequestView, term: int, needed: int, record: Record | None) -> None:
         header, timing = request.header, self.world.timing
         numbers = needed, timing.gather_seconds, timing.heartbeat_seconds
-        ask = Ask(header.name, header.session, header.asked, header, *numbers, term, header.round, header.agreement)
+        state = header.round, header.agreement, header.digest, header.recorded
+        ask = Ask(header.name, header.session, header.asked, header, *numbers, term, *state)
+        self._record(node, record)
         self.membership.ask(ask, self.clock)
         self.world.later(timing.hold_seconds, lambda: self._confirm(ask))
 
@@ -79,21 +88,21 @@ class Coordinator:
             self.world.send(self.name, ask.name, lambda: node.repeat(ask.number))
 
     def beat(self, node: Node, round: int, here: bool, met: bool) -> None:
-        seconds, beats = self.world.timing.heartbeat_seconds, node.beats
+        seconds, beats, record = self.world.timing.heartbeat_seconds, node.beats, node.to_record
 
         def arrive() -> None:
             membership = self.membership
+            self._record(node, record)
             membership.beat(node.name, node.member.identity.session, seconds, round, self.clock, here, met)
             event = m.Heartbeat("", membership.held(node.name), membership.newest, membership.behind)
-            hears, term = membership.hears, membership.term
-            self.world.send(self.name, node.name, lambda: node.heartbeat(beats, event, self.index, hears, term))
+            told = membership.hears, membership.term, membership.complete.get(node.member.identity.agreement)
+            self.world.send(self.name, node.name, lambda: node.heartbeat(beats, event, self.index, *told))
 
         self._take(node.name, arrive)
 
     def leave(self, node: Node) -> None:
-        identity, outer = node.member.identity, node.member.outer
-        run = identity.agreement if node.member.is_complete else ""
-        self._take(node.name, lambda: self.membership.leave(node.name, identity.session, run, outer.round))
+        session = node.member.identity.session
+        self._take(node.name, lambda: self.membership.leave(node.name, session))
 
     def _answer_asks(self) -> None:
         answers = self.membership.tick(self.clock, self.behind)

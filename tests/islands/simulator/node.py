@@ -4,14 +4,14 @@ import hashlib
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.choice import Choice
 from gregale.islands.protocol.headers import NO_ROUND, OuterRecord, seed
 from gregale.islands.protocol.member import Member
 from gregale.islands.protocol.member_state import Identity
-from gregale.islands.protocol.membership import BEATS_PER_TIMEOUT
+from gregale.islands.protocol.membership import BEATS_PER_TIMEOUT, Record
 from gregale.islands.trainer_command import ApplyRound, LoadOuterState
 from tests.islands.simulator.trainer import BATCH, Trainer
 
@@ -69,6 +69,7 @@ class Node:
         self._wake_at = math.inf
         self._heartbeat, self._answered = m.Heartbeat(), 0
         self.in_fleet_since = math.inf
+        self._finished: tuple[int, list[float]] | None = None
         self._beat()
 
     @property
@@ -96,12 +97,18 @@ class Node:
             if not self.alive:
                 return
             getattr(self, "_do" + re.sub("([A-Z])", r"_\1", kind).lower())(action)
+        if (verdict := self.member.verdict) is not None:
+            self._end(verdict)
         self._wake_in_time()
         self.trainer.wake()
 
     def tick(self) -> None:
         """Nothing happens but that time has passed."""
         self.tell(m.Tick(self.clock))
+
+    @property
+    def to_record(self) -> Record | None:
+        return self.choice.to_record(self.member.saved)
 
     @property
     def hears(self) -> bool:
@@ -174,14 +181,24 @@ class Node:
         if self._answered < beats:
             self.heartbeat(self._answered, m.Heartbeat("no answer"))
 
-    def heartbeat(self, beats: int, event: m.Heartbeat, index: int = 0, hears: int = 0, term: int = 0) -> None:
+    def heartbeat(
+        self,
+        beats: int,
+        event: m.Heartbeat,
+        index: int = 0,
+        hears: int = 0,
+        term: int = 0,
+        record: Record | None = None,
+    ) -> None:
         """The result of a heartbeat; only a new one of the chosen coordinator matters."""
         if not event.error:
-            self.choice.answered(index, hears, self.clock)
+            self.choice.answered(index, hears, self.clock, record)
             self.choice.told(index, term)
             if index != self.choice.current:
                 return
         self._answered = max(self._answered, beats)
+        _, state = self.choice.recorded or (0, "")
+        event = replace(event, recorded=state)
         if event != self._heartbeat:
             self._heartbeat = event
             self.tell(event)
@@ -251,20 +268,29 @@ class Node:
         self.world.log(f"{self.name} says: {action.text}")
 
     def complete(self, steps: int, tokens: list[float]) -> None:
-        """The run is complete: the process leaves and ends.
+        """The run is complete: the process saves, and ends once that is recorded.
 
         - `steps`: that it has made
         - `tokens`: by fragment, which no round has
         """
+        self._finished = steps, tokens
+        self.world.save_last(self)
+        self.tell(m.Saved())
+
+    def _end(self, is_last: bool) -> None:
+        """The process ends: with exit code 0 if its state is the last one of the run."""
         self.alive = False
         self.world.leave(self)
-        self.world.completed(self, steps, tokens)
+        if is_last and self._finished:
+            self.world.completed(self, *self._finished)
+        else:
+            self.world.unrecorded(self)
 
     def _do_rejected(self, action: m.Rejected) -> None:
         self.alive = False
 
     def _do_leave_done(self, action: m.LeaveDone) -> None:
         if self.member.is_complete:
-            self.world.ended(self)
+            self.world.save_last(self)
         self.alive = False
         self.world.leave(self)

@@ -14,7 +14,7 @@ from gregale.islands.protocol.settings import Timing
 from tests.islands.simulator.coordinator import POLL_SECONDS, Coordinator
 from tests.islands.simulator.invariants import BrokenError
 from tests.islands.simulator.node import Node
-from tests.islands.simulator.world import Weather, World, some_timing
+from tests.islands.simulator.world import TIMING, Weather, World, some_timing
 
 FAULT_SECONDS = 10.0
 CALM = 4.0  # limits of a wait after the last fault: some more rounds by then, and all that live have the same state
@@ -100,6 +100,47 @@ def fail_over(number: int, timing: Timing, with_island: bool) -> tuple[float, fl
     while any(node.alive and node.choice.current for node in world.nodes.values()) and world.now < began + 120:
         world.run_until(world.now + 0.1)
     return seconds, world.now - began
+
+
+def end_apart(number: int, member_class: type[Member] = Member) -> World:
+    """Have an island complete the run cut off from two of three coordinators, and two others again from checkpoints.
+
+    Then both sides know only of their own last state. The two coordinators start again, all links are mended, and one
+    of the two islands starts again. Return the world after that.
+    """
+    world = World(7 * number + 3, member_class, coordinators=3)
+    world.timing, world.weather = TIMING, Weather(0.0, 0.0, 0.0, 0.0, 0.0)
+    world.rules = replace(world.rules, minimum=2, start=2, stages=())
+    for index in range(3):
+        world.start(f"i{index}")
+    first, *others = world.nodes.values()
+    _run_until(world, lambda: all(node.trainer.saved()[0].round > NO_ROUND for node in others))
+    for node in others:
+        world.save(node)
+    _run_until(world, lambda: first.member.is_complete)
+    _, *coordinators = world.coordinators
+    sides = (("i0", world.coordinators[0].name), ("i1", "i2", *(each.name for each in coordinators)))
+    world.cuts = {way for one in sides[0] for other in sides[1] for way in both(one, other)}
+    for node in others:
+        world.kill(node.name)
+        world.start(node.name)
+    _run_until(world, lambda: not any(world.nodes[name].alive for name in ("i1", "i2")))
+    for each in coordinators:
+        each.stop()
+        each.start()
+    world.cuts.clear()
+    world.run_until(world.now + 2 * world.timing.linger_seconds)
+    world.start("i1")
+    _run_until(world, lambda: not any(node.alive for node in world.nodes.values()))
+    return world
+
+
+def _run_until(world: World, true: Callable[[], bool]) -> None:
+    end = world.now + 300.0
+    while not true():
+        if world.now > end:
+            raise BrokenError("what is waited for does not happen")
+        world.run_until(world.now + 0.02)
 
 
 def _has_begun(world: World, islands: int) -> bool:
@@ -260,6 +301,7 @@ def _calm(world: World, names: list[str]) -> None:
         world.resume(name)
     for node in world.nodes.values():
         node.doom, node.reachable_since = None, world.now
+    _forget_lost_state(world)
     if world.rules.majority:  # a fleet that has lost too many of its members waits for them
         world.bad.clear()
         for name, node in list(world.nodes.items()):
@@ -273,6 +315,22 @@ def _calm(world: World, names: list[str]) -> None:
     while sum(node.name not in world.bad for node in staying(world)) < max(world.rules.minimum, world.rules.start):
         names.append(f"i{len(names)}")
         world.start(names[-1])
+
+
+def _forget_lost_state(world: World) -> None:
+    """As the lines of waiting islands tell: if all disks with a recorded state are lost, its records are deleted."""
+    have = {saved.outer.fingerprint() for saved, _ in world.disks.values()}
+    have |= {world.states[node.identity].fingerprint() for node in world.nodes.values() if node.alive}
+    if have.issuperset(state for each in world.coordinators for _, state in each.disk.values()):
+        return
+    world.log("the recorded state is lost: all end, the records are deleted, and all start again")
+    for each in world.coordinators:
+        each.stop()
+        each.disk.clear()
+        each.start()
+    for name in [node.name for node in staying(world)]:
+        world.kill(name)
+        world.start(name)
 
 
 def staying(world: World) -> list[Node]:
@@ -328,7 +386,8 @@ def _demand_completion(world: World, seconds: float) -> None:
     fleet = world.fleets
     _run_until_left(world, fleet, seconds)
     if world.fleets == fleet and (behind := _behind(world)):
-        name = min(world.complete, key=lambda name: (world.nodes[name].alive, name in world.bad, name))
+        names = world.complete or world.nodes
+        name = min(names, key=lambda name: (world.nodes[name].alive, name in world.bad, name))
         world.bad.discard(name)
         world.log(f"{behind} are left behind: {name} starts again")
         world.start(name)

@@ -6,12 +6,13 @@ import pytest
 
 from gregale.islands.protocol import decision
 from gregale.islands.protocol.choice import Choice
+from gregale.islands.protocol.member import Member
 from gregale.islands.protocol.membership import Membership
 from gregale.islands.protocol.settings import LAN, WAN
 from tests.islands.simulator import node
 from tests.islands.simulator.coordinator import Coordinator
 from tests.islands.simulator.invariants import BrokenError
-from tests.islands.simulator.schedules import fail_over, run
+from tests.islands.simulator.schedules import end_apart, fail_over, run
 
 SCHEDULES = 30
 
@@ -30,6 +31,8 @@ def test_random_schedules_make_one_history(coordinators, schedules):
         pytest.param(31171, 2, id="half goes on, as the others are dead"),
         pytest.param(31305, 3, id="two healed from the only voter, whom they do not know"),
         pytest.param(32859, 3, id="the same with an island that the ledger does not know"),
+        pytest.param(51250, 3, id="islands come when another has completed the run and ended"),
+        pytest.param(51341, 2, id="the same with one that has died before"),
     ],
 )
 def test_a_schedule_that_broke_an_invariant_breaks_none(number, coordinators):
@@ -43,6 +46,58 @@ def test_rounds_go_on_without_the_first_coordinator_and_it_is_found_again(timing
         seconds, found = fail_over(number, timing, with_island)
         assert seconds <= limit
         assert found <= again
+
+
+def test_two_sides_that_complete_a_run_end_with_one_state():
+    for number in range(5):
+        world = end_apart(number)
+        assert world.complete == {"i0", "i1", "i2"}
+        assert len(world.final) == 1
+
+
+class EndsUnrecorded(Member):
+    """Ends when it has saved its last state, whoever has recorded that."""
+
+    @property
+    def verdict(self):
+        return True if self.saved else None
+
+
+class TrustsOne(Choice):
+    """Takes what one coordinator has recorded for the run's last state."""
+
+    @property
+    def recorded(self):
+        return next((heard.record for heard in self._all if heard.record), None)
+
+
+class RecordsAgain(Membership):
+    """Records each last state in place of the one before."""
+
+    def record(self, run, last):
+        self.complete[run] = last
+        return True
+
+
+class ForgetsRecords(Membership):
+    """Has no disk."""
+
+    def __init__(self, first_id, complete):
+        super().__init__(first_id)
+
+
+@pytest.mark.parametrize("planted", [EndsUnrecorded, TrustsOne, RecordsAgain, ForgetsRecords])
+def test_a_mistake_that_lets_two_sides_end_apart_is_found(monkeypatch, planted):
+    member = planted if issubclass(planted, Member) else Member
+    if member is Member:
+        monkeypatch.setattr(*((Coordinator, "kind") if issubclass(planted, Membership) else (node, "Choice")), planted)
+
+    def run_until_found() -> None:
+        for number in range(5):
+            end_apart(number, member)
+
+    with pytest.raises(BrokenError, match="the run ends with other parameters"):
+        run_until_found()
 
 
 class PromisesNothing(Choice):

@@ -62,6 +62,7 @@ class Trainer:
             return
         is_complete = node.member.is_complete and self.side.all_arrived()
         if is_complete and node.member.may_end:
+            self._is_final = True
             node.complete(self._made // BATCH, self._tokens)
             return
         if is_complete or node.member.leaving or self.side.must_wait(node.member.outer.round, now):

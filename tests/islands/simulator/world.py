@@ -168,10 +168,13 @@ class World:
     def step(self, node: Node) -> None:
         """An island has made a step, after which it may save."""
         if self.rng.random() < SAVES:
-            outer, *others = node.trainer.saved()
-            taken = len(self.invariants.taken.get(node.name, []))
-            self.disks[node.name] = Checkpoint(outer, *others), taken
-            self.log(f"{node.name} has saved round {outer.round}")
+            self.save(node)
+
+    def save(self, node: Node) -> None:
+        outer, *others = node.trainer.saved()
+        taken = len(self.invariants.taken.get(node.name, []))
+        self.disks[node.name] = Checkpoint(outer, *others), taken
+        self.log(f"{node.name} has saved round {outer.round}")
 
     def kill(self, name: str) -> None:
         self.log(f"{name} dies")
@@ -299,22 +302,30 @@ class World:
     def completed(self, node: Node, steps: int, tokens: list[float]) -> None:
         self.ended(node)
 
-    def ended(self, node: Node) -> None:
-        """An island has the last state of the run."""
-        self.log(f"{node.name} has completed the run")
-        self.final.add(node.member.outer.digest)
-        self.complete.add(node.name)
+    def save_last(self, node: Node) -> None:
+        """An island has the last state of the run, and saves it."""
+        self.log(f"{node.name} has saved the last state")
         _, *others = node.trainer.saved()
         taken = len(self.invariants.taken.get(node.name, []))
         self.disks[node.name] = Checkpoint(node.member.outer, *others), taken
-        # A coordinator that has died, or was cut off from those that have completed the run, does not know that.
-        forgot = len(self.coordinators) > 1 or any(each.restarts for each in self.coordinators)
-        if len(self.final) > 1 and not (self.invariants.forked and forgot):
+
+    def ended(self, node: Node) -> None:
+        """An island has ended with the last state of the run."""
+        self.log(f"{node.name} has completed the run")
+        self.final.add(node.member.outer.digest)
+        self.complete.add(node.name)
+        if len(self.final) > 1:
             raise BrokenError(f"the run ends with other parameters on {node.name}: {self.final}")
+
+    def unrecorded(self, node: Node) -> None:
+        """An island has ended without knowing that its state is the last one, or knowing that it is not."""
+        self.log(f"{node.name} has not completed the run")
+        self.later(1.0, lambda: None if self.nodes[node.name].alive else self.start(node.name))
 
     def installed(self, node: Node, outer: OuterRecord) -> None:
         self.invariants.publish(outer)
-        self.invariants.install(self.states[node.identity], outer)
+        if outer.digest not in self.final:  # that one wins, however long it is
+            self.invariants.install(self.states[node.identity], outer)
         node.previous = self.states[node.identity] = outer
 
     def published(self, node: Node, outer: OuterRecord) -> None:
@@ -343,7 +354,6 @@ class World:
             self.invariants.turn(plan.renewal.generation, decision.top.generation, False)
         elif isinstance(plan, StartFleet):
             living = any(node.alive and self._has_state(node) for node in self.nodes.values())
-            self.final.clear(), self.complete.clear()  # another fleet, after the end of one
             self.fleets += 1
             self.invariants.begin(plan.generation, living or bool(self.disks))
 

@@ -52,6 +52,7 @@ from gregale.runs.islands import IslandsConfig
 from tests.islands.transport.test_lighthouse import TIMING, WAIT_SECONDS
 
 BEAT = {"format": FORMAT, "kind": "beat", "session": "s", "stalled": "", "round": -1, "here": True, "met": True}
+BEAT |= {"run": ""}
 BEAT["heartbeat_seconds"] = 9.0
 PORTS = ["coordinator", "island"]
 

@@ -29,7 +29,7 @@ from gregale.islands.transport.coordinator import (
     RequestDropped,
     headers_of_fleet,
 )
-from gregale.islands.transport.lighthouse import NAME, Lighthouse
+from gregale.islands.transport.lighthouse import NAME, Lighthouse, read_records, records_beside
 from tests.islands.transport.conftest import TOKEN
 
 TIMING = replace(LAN, heartbeat_seconds=1.0, join_seconds=0.3, retry_seconds=0.1, hold_seconds=0.1)
@@ -113,6 +113,36 @@ def test_all_members_get_the_same_view_with_everybodys_header(fleet):
     fleet.members.pop("b").close()
     header = {"text": "x" * 100_000, "nested": {"list": [1, None, "é", 2.5]}}
     assert headers_in(fleet.members["a"].ask(header, 1)) == [{**header, "name": "a"}]
+
+
+def test_a_last_state_is_recorded_once_and_outlives_the_coordinator(tmp_path):
+    path = records_beside(tmp_path / "token")
+    first = Lighthouse("127.0.0.1:0", TOKEN, kept=path)
+    header = {"agreement": "the run", "round": 7, "digest": "last"}
+    with closing(CoordinatorClient(first.address, "a", TOKEN, TIMING)) as a:
+        a.ask(header, 1)
+        a.saved = 7, "last"
+        until = time.monotonic() + WAIT_SECONDS
+        while a.last_heartbeat.recorded != "last":
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        first.close()
+    (record,) = read_records(path).values()
+    assert record == (7, "last")
+    second = Lighthouse("127.0.0.1:0", TOKEN, kept=path)
+    with closing(second), closing(CoordinatorClient(second.address, "b", TOKEN, TIMING)) as b:
+        late = ThreadPoolExecutor(1).submit(b.ask, {**header, "round": -1, "digest": "seed"}, 1)
+        b.saved = 7, "other"
+        until = time.monotonic() + WAIT_SECONDS
+        while "the run is complete with 7 rounds" not in b.last_heartbeat.held:
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        assert not late.done()
+        assert b.last_heartbeat.recorded in ("", "last")
+        assert read_records(path) == {next(iter(read_records(path))): (7, "last")}
+    path.write_text("[")
+    with pytest.raises(UserError, match="cannot be read"):
+        Lighthouse("127.0.0.1:0", TOKEN, kept=path)
 
 
 def test_a_restarted_coordinator_begins_with_a_new_id(fleet):
@@ -219,6 +249,7 @@ def test_a_header_that_is_not_of_texts_is_refused_and_the_fleet_goes_on(fleet):
     """A member whose process has an error has the token too. No view could be written as JSON with its number."""
     fleet.join("a", "b")
     message = {"format": FORMAT, "kind": "ask", "name": "b", "session": "s", "number": 1, "needed": 1, "term": 0}
+    message |= dict.fromkeys(("run", "state", "recorded"), "")
     message["round"] = 0
     message |= {"hold_seconds": 20.0, "gather_seconds": 0.1, "heartbeat_seconds": 20.0, "header": {"norm": math.nan}}
     other = PeerClient(f"{fleet.lighthouse.address}/{NAME}", TOKEN, 20.0)
@@ -235,6 +266,7 @@ def test_a_host_that_does_not_answer_delays_only_the_requests_of_its_island_and_
 
     def asked(session: str, hosts: list[str]) -> dict:
         message = {"format": FORMAT, "kind": "ask", "name": "b", "session": session, "number": 1, "needed": 1}
+        message |= dict.fromkeys(("run", "state", "recorded"), "")
         message |= {"term": 0, "round": 0, "gather_seconds": 0.0, "heartbeat_seconds": 2 * WAIT_SECONDS}
         message |= {"hold_seconds": 0.0, "header": to_texts({"hosts": hosts})}
         with closing(PeerClient(f"{fleet.lighthouse.address}/{NAME}", TOKEN, WAIT_SECONDS)) as client:

@@ -25,7 +25,7 @@ from gregale.methods.schedule import Schedule
 from gregale.programs.island.saving import CheckpointStagger, IslandSaving, rounds_of
 from gregale.programs.island.steps import IslandResources, IslandSteps, LeasedBatches, without_nonfinite
 from gregale.programs.runtime.batches import Placement
-from gregale.programs.train.next_programs import NextPrograms
+from gregale.programs.train.loop import NextPrograms
 from gregale.programs.train.resume import Start
 from gregale.programs.train.step_log import Observers
 from gregale.runs.history import ROUNDS

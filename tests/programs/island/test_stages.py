@@ -13,7 +13,7 @@ from gregale.islands.stages import stage_rounds
 from gregale.methods.island import Island
 from gregale.methods.island_outer import HostOuter
 from gregale.programs.island.stages import compile_programs, moved
-from gregale.programs.plan.shapes import abstract_batch
+from gregale.programs.plan.estimates import abstract_batch
 from gregale.programs.runtime.expert_parallelism import set_up
 from gregale.programs.runtime.setup import Setup
 from gregale.programs.train.stages import PreparedStage

@@ -12,13 +12,11 @@ import numpy as np
 import pytest
 
 from gregale.cli import main
-from gregale.programs.report.comparison import end_loss, loss_before
-from gregale.programs.report.page import report_page
-from gregale.programs.report.runs import accumulated, shown
-from gregale.programs.watch.web import LivePage, Server
-from gregale.runs.history import Column, Figures, History, read_history
+from gregale.programs.live_page import LivePage, Server
+from gregale.programs.report import end_loss, loss_before, report_page
+from gregale.programs.report_charts import accumulated, report_runs
+from gregale.runs.history import Column, Figures, History, RunPaths, read_history
 from gregale.runs.run_lock import training
-from gregale.runs.run_paths import RunPaths
 from gregale.web.document import Lines, Page, Series
 from tests.programs.pages.browser import CONTRAST, PHONE, Browser, box, check_looks, drawn, figure_of, found, legend
 from tests.programs.pages.made_up import STREAMING, figures, write_metrics, write_rounds, write_run
@@ -425,7 +423,7 @@ def test_a_start_counts_though_its_first_line_comes_late(tmp_path):
     keys = ("step", "elapsed_seconds", "network_bytes_sent")
     write_metrics(folder, [dict(zip(keys, line, strict=True)) for line in lines])
     (folder / "starts.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in (0, 3, 2, 2, "a", 9)))
-    (run,) = shown([read_history(RunPaths(folder))])
+    (run,) = report_runs([read_history(RunPaths(folder))])
     assert run.starts == [0, 2, 9]
     assert run.axes["seconds"].values.tolist() == [1.0, 2.0, 10.0, 11.0]
     assert run.axes["bytes"].values.tolist() == [5.0, 10.0, 30.0, 40.0]
@@ -434,12 +432,12 @@ def test_a_start_counts_though_its_first_line_comes_late(tmp_path):
 def test_the_loss_at_the_end_is_one_figure_on_the_whole_page(tmp_path):
     folder = write_run(tmp_path / "run", steps=0)
     write_metrics(folder, [{"step": 100, "loss": 2.5}, {"step": 150, "eval_loss": 3.0}])
-    assert end_loss(shown([read_history(RunPaths(folder))])[0]) == 2.5, "of the last line that has one"
+    assert end_loss(report_runs([read_history(RunPaths(folder))])[0]) == 2.5, "of the last line that has one"
     for name, last in (("short", 200), ("long", 400)):
         folder = write_run(tmp_path / name, steps=0)
         lines = [{"step": s, "loss": 9 - s / 50, "tokens": s**2, "step_seconds": 1 + s / 9} for s in range(1, last + 1)]
         write_metrics(folder, lines)
-    short, _ = shown([read_history(RunPaths(tmp_path / name)) for name in ("short", "long")])
+    short, _ = report_runs([read_history(RunPaths(tmp_path / name)) for name in ("short", "long")])
     end = end_loss(short)
     ends = {axis: loss_before(short, axis, float(each.values[-1])) for axis, each in short.axes.items()}
     assert len(ends) > 1

@@ -15,9 +15,8 @@ from gregale.data.tokenizers import BytesTokenizer
 from gregale.errors import UserError
 from gregale.evaluation.tasks import read_tasks
 from gregale.inference.generate import filled
-from gregale.programs.runtime.tasks import asked_in
-from gregale.programs.sample.chat import Dialogue, chat_prompts, converse, lines_of_user
-from gregale.programs.sample.text_format import Continuation, TextFormat
+from gregale.programs.runtime.evaluation import asked_in
+from gregale.programs.runtime.sampler import Continuation, Dialogue, TextFormat, chat_prompts, converse, lines_of_user
 from gregale.runs.config import TrainConfig
 from gregale.runs.run_directory import RunDirectory
 from tests.data.chat.families import TALKS, TEMPLATES, without_generation

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from gregale.errors import UserError
-from gregale.programs.sample import command
-from gregale.programs.sample.command import Results, Screen, ThroughputMeter, results_to
+from gregale.programs import sample
+from gregale.programs.sample import Results, Screen, ThroughputMeter, results_to
 from tests.test_terminal import Terminal
 
 
@@ -76,7 +76,7 @@ def interrupted(out: str, numbers: list[int]) -> None:
 
 def test_the_pace_leaves_out_what_was_compiled(monkeypatch):
     times = iter([0.0, 2.0, 3.5, 4.0, 5.5, 10.0, 11.25])
-    monkeypatch.setattr(command, "perf_counter", lambda: next(times))
+    monkeypatch.setattr(sample, "perf_counter", lambda: next(times))
     pace = ThroughputMeter()
     for tokens in (1, 2, 12, 62):
         pace.at(tokens)

@@ -4,7 +4,7 @@ import pytest
 
 from gregale.errors import UserError
 from gregale.inference.generate import width_of
-from gregale.programs.sample.prompts import batches_of, read_prompts
+from gregale.programs.runtime.sampler import batches_of, read_prompts
 
 
 def written(folder, name: str, content: str | bytes) -> str:

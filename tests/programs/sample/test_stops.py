@@ -9,10 +9,8 @@ import pytest
 from gregale.cli import main
 from gregale.data.tokenizers import BytesTokenizer
 from gregale.inference.generate import Sampling
-from gregale.programs import evaluate
-from gregale.programs.sample import command
-from gregale.programs.sample.sampler import Sampler
-from gregale.programs.sample.text_format import TextFormat
+from gregale.programs import evaluate, sample
+from gregale.programs.runtime.sampler import Sampler, TextFormat
 
 
 def test_a_run_sees_a_stop_before_each_batch_of_texts_and_after_each_block():
@@ -23,13 +21,13 @@ def test_a_run_sees_a_stop_before_each_batch_of_texts_and_after_each_block():
     assert seen == ["stop?", "a", "stop?", "b", "stop?"] * 2, "of eight texts, and of one"
 
 
-@pytest.mark.parametrize(("module", "name"), [(evaluate, "eval"), (command, "sample")])
+@pytest.mark.parametrize(("module", "name"), [(evaluate, "eval"), (sample, "sample")])
 def test_sigterm_ends_a_command_that_saves_nothing(module, name, monkeypatch, capsys):
     monkeypatch.setattr("gregale.distributed.signals.Timer", Mock())  # it would end this process
     monkeypatch.setattr(module, "open_trained", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM))
     for each in ("find_run", "load_tokenizer", "context_of", "text_format_of", "counter_of_names"):
-        monkeypatch.setattr(command, each, Mock(return_value=9 if each == "context_of" else Mock()))
-    command.text_format_of.return_value.ids = lambda text: [1]
-    command.counter_of_names.return_value.return_value = {}
+        monkeypatch.setattr(sample, each, Mock(return_value=9 if each == "context_of" else Mock()))
+    sample.text_format_of.return_value.ids = lambda text: [1]
+    sample.counter_of_names.return_value.return_value = {}
     assert main([name, "run"]) == 143
     assert capsys.readouterr().err == "gregale: SIGTERM: there is nothing to save, and the command ends.\n"

@@ -10,7 +10,7 @@ from tokenizers.processors import TemplateProcessing
 
 from gregale.data.tokenizer_training import train_bpe
 from gregale.data.tokenizers import BpeConfig, BytesTokenizer, LibraryTokenizer
-from gregale.programs.sample.text_format import (
+from gregale.programs.runtime.sampler import (
     COUNT,
     END,
     INTERRUPTED,

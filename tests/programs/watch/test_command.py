@@ -12,8 +12,8 @@ from queue import Queue
 import pytest
 
 from gregale.cli import main
-from gregale.programs.watch import command
-from gregale.programs.watch.command import runs_of
+from gregale.programs import watch
+from gregale.runs.history import runs_of
 from tests.runs.runs import write_run
 
 
@@ -62,7 +62,7 @@ def test_a_signal_ends_it_and_gives_the_terminal_back(folder, capsys, monkeypatc
 def test_a_page_is_served_until_ctrl_c(folder, capsys, monkeypatch):
     """Also when the run is complete: somebody looks at it."""
     write_run(folder / "a", 10, saved=10, evaluated=True)
-    servers, pages, serve = Queue(), [], command.served
+    servers, pages, serve = Queue(), [], watch.served
 
     def served(*arguments):
         server = serve(*arguments)
@@ -77,7 +77,7 @@ def test_a_page_is_served_until_ctrl_c(folder, capsys, monkeypatch):
         finally:
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(command, "served", served)
+    monkeypatch.setattr(watch, "served", served)
     reader = threading.Thread(target=read)
     reader.start()
     assert main(["watch", "a", "--web", "--seconds", "0.1"]) == 0

@@ -5,11 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from gregale.programs.watch.run_poller import RunPoller, RunStatus, devices, seconds_a_step
-from gregale.runs.history import Column, Figures
+from gregale.programs.watch import RunPoller, RunStatus, devices, seconds_a_step
+from gregale.runs.history import Column, Figures, RunPaths, State, Summary
 from gregale.runs.run_lock import training
-from gregale.runs.run_paths import RunPaths
-from gregale.runs.run_summary import State, Summary
 from tests.runs.runs import START, step_line, write_lines, write_run
 
 

@@ -9,10 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from gregale.programs.watch.run_poller import RunPoller, RunStatus
-from gregale.programs.watch.view import BARS, DROP_ORDER, GAP, fleet_view, plain_line, sparkline, view_of
+from gregale.programs.watch import (
+    BARS,
+    DROP_ORDER,
+    GAP,
+    RunPoller,
+    RunStatus,
+    fleet_view,
+    plain_line,
+    sparkline,
+    view_of,
+)
+from gregale.runs.history import RunPaths
 from gregale.runs.run_lock import training
-from gregale.runs.run_paths import RunPaths
 from tests.runs.runs import step_line, write_lines, write_run
 
 

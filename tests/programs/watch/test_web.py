@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from gregale.errors import UserError
-from gregale.programs.watch.web import HEADERS, Server, is_loopback
+from gregale.programs.live_page import HEADERS, Server, is_loopback
 
 
 class Written:

@@ -15,7 +15,7 @@ there are no terms.
 import math
 from dataclasses import dataclass
 
-from gregale.islands.protocol.membership import BEATS_PER_TIMEOUT, NEVER
+from gregale.islands.protocol.membership import BEATS_PER_TIMEOUT, NEVER, Record
 
 SILENT_BEATS = 3  # heartbeats without an answer, after which a coordinator is silent: one answer may be late
 BETTER_BEATS = 2  # for which another coordinator has been better before it is chosen
@@ -28,6 +28,7 @@ class Heard:
     at: float = -math.inf  # of its last answer
     hears: int = 0
     term: int = 0
+    record: Record | None = None  # the last state of the run that it has recorded
 
 
 class Choice:
@@ -44,9 +45,20 @@ class Choice:
         self._since: float | None = None  # when this island first looked
         self._better: tuple[int, float] = (0, 0.0)  # another coordinator, and since when it has been better
 
-    def answered(self, index: int, hears: int, now: float) -> None:
+    def answered(self, index: int, hears: int, now: float, record: Record | None = None) -> None:
         """Record the answer of a coordinator to a heartbeat."""
-        self._all[index].at, self._all[index].hears = now, hears
+        heard = self._all[index]
+        heard.at, heard.hears, heard.record = now, hears, record
+
+    @property
+    def recorded(self) -> Record | None:
+        """The last state of the run that more than half of the coordinators have recorded, as their answers say."""
+        records = [heard.record for heard in self._all]
+        return next((each for each in records if each and 2 * records.count(each) > len(records)), None)
+
+    def to_record(self, own: Record | None) -> Record | None:
+        """Return what this island asks all coordinators to record, which has saved its `own` last state."""
+        return self.recorded or own or next((heard.record for heard in self._all if heard.record), None)
 
     def is_heard(self, index: int, now: float) -> bool:
         return now - self._all[index].at <= SILENT_BEATS * self._beat_seconds

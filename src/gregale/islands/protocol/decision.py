@@ -89,10 +89,12 @@ def _decide(view: View, rules: Rules) -> Decision:
     states = [header for header in headers if header.round > NO_ROUND]
     if not states:
         return _start(view, headers, refused, rules)
-    newest = max((header.round, header.generation) for header in states)
-    at_top = [header for header in states if (header.round, header.generation) == newest]
-    digest = _most_common(header.digest for header in at_top)
-    current = [header for header in at_top if header.digest == digest]
+    recorded = {header.recorded for header in headers if header.recorded}  # one at most
+    final = [header for header in states if header.digest in recorded]
+    newest = max((header.round, header.generation) for header in final or states)
+    at_top = [header for header in states if (header.round, header.generation) >= newest]
+    digest = _most_common(header.digest for header in final or at_top)
+    current = [each for each in at_top if (each.round, each.generation, each.digest) == (*newest, digest)]
     electors = next((header.electors for header in current if header.electors), ())
     if rules.majority:
         current = [replace(header, voter=header.identity in electors) for header in current]

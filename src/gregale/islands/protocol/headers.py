@@ -107,6 +107,7 @@ class Header:
     used: int = 0  # examples of that lease
     step_seconds: float = 0.0  # of its last steps, from which others learn their grace
     link: int = 0  # level of its link's rate (`split`); 0: unknown
+    recorded: str = ""  # the digest of the last state of the run, if most coordinators have recorded it
     # Only with `Rules.majority`:
     electors: tuple[str, ...] = ()  # identities of the voters, as far as it knows them
     prepared: bool = False  # whether it has the data of the result that it holds
@@ -119,7 +120,7 @@ class Header:
 
 
 # The format of requests and views, in which islands and the coordinator must agree; the number counts other changes.
-FORMAT = digest_of(4, [each.name for kind in (Header, AcceptedResult) for each in fields(kind)])
+FORMAT = digest_of(5, [each.name for kind in (Header, AcceptedResult) for each in fields(kind)])
 
 
 @dataclass(frozen=True, slots=True)

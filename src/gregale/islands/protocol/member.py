@@ -127,7 +127,8 @@ class Member(MemberState):
         self._hear(event.error, event.held)
         if not event.error:
             self._newest, self._behind = event.newest, event.behind
-            if self._newest >= self.rules.rounds and (self._behind or not self.is_complete):
+            self._recorded = self._recorded or event.recorded
+            if self._newest >= self.rules.rounds and (self._behind or not self.is_complete or self.differs):
                 self._needs_view = True  # of some that are complete and some that fetch their state
 
     def _on_reduced(self, event: m.Reduced) -> None:
@@ -201,6 +202,10 @@ class Member(MemberState):
     def _on_peers_dead(self, event: m.PeersDead) -> None:
         self._dead |= event.identities
 
+    def _on_saved(self, event: m.Saved) -> None:
+        self.saved = self.outer.round, self.outer.fingerprint()
+        self._end_by = self._now + self.timing.linger_seconds
+
     def _on_leave(self, event: m.Leave) -> None:
         if self._leave_by is None:
             self._leave_by = self._now + self.timing.leave_seconds
@@ -241,8 +246,8 @@ class Member(MemberState):
 
     def _serve(self, heals: bool) -> None:
         """Wait for the islands that are behind, for as long as one of them fetches the state, with a limit."""
-        self._needs_view, linger = self._behind > 0, self.timing.linger_seconds
-        if heals and self._complete_at is not None:
+        self._needs_view, linger = self._behind > 0 or self.differs, self.timing.linger_seconds
+        if heals and self._complete_at is not None and not self.saved:
             self._end_by = min(self._now + linger, self._complete_at + MOST_LINGERS * linger)
 
     def _follow(self, view: View, decision: Decision) -> None:
@@ -398,7 +403,7 @@ class Member(MemberState):
             same = self.outer.generation == top.generation
             self._commit(None, top.generation, top.voters)
             self._voter = same and not self._done
-        elif self._pauses(decision):
+        elif self._pauses(decision) or self.saved:
             self._retry_at = self._now + self.timing.retry_seconds
         elif self.outer.fingerprint() == top.digest and max(self.outer.round, 0) == top.round:
             self._change_generation(top.generation, top.round, top.voters)

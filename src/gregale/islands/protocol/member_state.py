@@ -90,6 +90,8 @@ class MemberState:
         self._complete_at: float | None = None  # when it became complete
         self._end_by = math.inf  # when it ends then, whoever is behind
         self._newest, self._behind = NO_ROUND, 0  # as of the newest heartbeat
+        self._recorded = ""  # the digest of the run's last state, once most coordinators have recorded it
+        self.saved: tuple[int, str] | None = None  # rounds and digest of the own last state, for them to record
         self._done = False
         self.handover = Handover()
         self.handover.fragments = rules.fragments_at(outer.round)
@@ -156,6 +158,7 @@ class MemberState:
             used=self._used,
             step_seconds=self.handover.step_seconds,
             link=self._link,
+            recorded=self._recorded,
             electors=self._electors if is_strict else (),
             prepared=is_strict and (self._accepted[1] if self._accepted else self._held) is not None,
             dead=tuple(sorted(self._dead.intersection(self._electors))) if is_strict else (),
@@ -187,7 +190,22 @@ class MemberState:
         """
         silent = self._error and self._now - self._heard_at > self.timing.heartbeat_seconds
         known = self._newest >= self.rules.rounds and not self._behind
-        return self.is_complete and (known or bool(silent) or self._now >= self._end_by)
+        return self.is_complete and not self.differs and (known or bool(silent) or self._now >= self._end_by)
+
+    @property
+    def differs(self) -> bool:
+        """Whether the last state is another one than the recorded one, which an island has to hand over."""
+        return self.is_complete and self._recorded not in ("", self.outer.fingerprint())
+
+    @property
+    def verdict(self) -> bool | None:
+        """Whether the saved state is the run's last one; None: most coordinators have recorded none so far.
+
+        False also if they have not for so long that this island ends nevertheless.
+        """
+        if self.saved and self._recorded:
+            return self.saved[1] == self._recorded
+        return False if self.saved and self._now >= self._end_by else None
 
     @property
     def _is_closing(self) -> bool:

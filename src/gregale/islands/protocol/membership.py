@@ -13,8 +13,9 @@ view if at least `needed` names have a request, in two cases:
 - slow: more than half of the healthy names have one, and either all healthy names have one or that was so for
   `gather_seconds`.
 
-If islands have left with a complete run, those that were silent then do not continue it alone: a view is not formed if
-all its names have older states of that run, until a name with the last state is here.
+A coordinator records one last state of a run, the first that an island tells: its own, or that of another coordinator.
+From then on it forms no view of that run without a name that has this state, or the one that most have recorded. So
+islands that were silent, or that come later, do not continue or begin the run alone.
 
 A name *runs* if it has reported a round. A view without such a name may begin a fleet, so it is not formed while there
 is one, nor before the names that run had the time for a heartbeat since the coordinator's start.
@@ -35,9 +36,10 @@ from gregale.distributed.rendezvous import listed
 from gregale.islands.protocol.wire import NO_ROUND
 
 BEATS_PER_TIMEOUT = 5
-MOST_RUNS = 16  # complete ones that a coordinator remembers
+MOST_RUNS = 1000  # complete ones that a coordinator remembers
 NEVER = 10**6  # needed members of those that only join a fleet: it begins at the first coordinator of several
 TERMS, VIEWS = 2**48, 2**32  # more than coordinators draw first ids from, and than there are views of one
+Record = tuple[int, str]  # of a complete run: the number of its rounds, and the digest of its last state
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -54,6 +56,8 @@ class Ask:
     term: int = 0  # the coordinator's, as far as the member knows; 0: there is one coordinator
     round: int = NO_ROUND  # of the member's state
     run: str = ""  # the same text for all members of a run
+    state: str = ""  # the digest of the member's state
+    recorded: str = ""  # that of the last state which most coordinators have recorded, if the member knows it
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +89,7 @@ class Session:
     round: int = NO_ROUND  # the newest that it has reported
     here: bool = True  # it sends its requests to this coordinator
     met: bool = False  # it receives the answers to its heartbeats
+    differs: bool = False  # by its newest request, it has not the last state that most coordinators have recorded
     ask: Ask | None = None  # its pending request
     header: Any = None  # of its newest request
     view: Formed | None = None  # of its newest request, once a view has answered it
@@ -95,9 +100,12 @@ class Session:
 
 
 class Membership:
-    """The state of a coordinator. Times are seconds of one clock; ticks may be any time apart."""
+    """The state of a coordinator. Times are seconds of one clock; ticks may be any time apart.
 
-    def __init__(self, first_id: int = 1):
+    - `complete`: the last states of complete runs; it outlives this process
+    """
+
+    def __init__(self, first_id: int = 1, complete: dict[str, Record] | None = None):
         self._id, self._views = first_id - 1, 0
         self._key = self.term = first_id % TERMS
         self._sessions: dict[str, dict[str, Session]] = {}  # by name, then by session, the oldest first
@@ -108,7 +116,7 @@ class Membership:
         self._started, self._stopped = math.inf, 0.0  # when it began to listen; `stopped` of the last tick
         self.last: frozenset[str] | None = None
         self._awaited = ""
-        self._complete: dict[str, int] = {}  # the number of rounds of complete runs, whose islands have left
+        self.complete = {} if complete is None else complete
 
     @property
     def healthy(self) -> dict[str, str]:
@@ -147,9 +155,9 @@ class Membership:
 
     @property
     def behind(self) -> int:
-        """The number of healthy names that have reported an older round."""
+        """The number of healthy names that have reported an older round, or have another last state."""
         newest = self.newest
-        return sum(owner.round < newest for owner in self._owners.values())
+        return sum(owner.round < newest or owner.differs for owner in self._owners.values())
 
     def held(self, name: str) -> str:
         """Return what the next view waits for, as of the last tick, and what `name` has to know beside it.
@@ -179,7 +187,8 @@ class Membership:
         if pending and (rounds := self._is_left_behind(pending)):
             reasons.append(
                 f"the run is complete with {rounds} rounds, and the islands with its last parameters have ended: start "
-                "one of them again, which hands them over (or the lighthouse, to make the missing rounds again)"
+                "one of them again, which hands them over (to train the run anew, end all islands and lighthouses, and "
+                "delete TOKEN_FILE.complete beside each lighthouse's token_file)"
             )
         return "; ".join(reasons) or "the coordinator forms a view"
 
@@ -210,6 +219,7 @@ class Membership:
             self._answers.append(Answer(ask))
             return
         session.here, key = True, (ask.name, ask.session)
+        session.differs = ask.recorded not in ("", ask.state)
         newest = self._newest.get(key, -1)
         if ask.number > newest or (session.ask and ask.number == newest):
             self._drop_ask(session)
@@ -229,15 +239,16 @@ class Membership:
         """Return the healthy names that send their requests to this coordinator."""
         return {name for name, owner in self._owners.items() if owner.here}
 
-    def leave(self, name: str, session: str, run: str = "", rounds: int = 0) -> None:
-        """Record the end of a process, with a complete `run` of so many `rounds`, if that is given.
+    def record(self, run: str, last: Record) -> bool:
+        """Record the last state of a run, unless it has one; return whether this is new."""
+        is_new = run not in self.complete
+        self.complete.setdefault(run, last)
+        for oldest in list(self.complete)[:-MOST_RUNS]:
+            del self.complete[oldest]
+        return is_new
 
-        The next oldest of the name becomes the owner.
-        """
-        if run:
-            self._complete[run] = rounds
-            for oldest in list(self._complete)[:-MOST_RUNS]:
-                del self._complete[oldest]
+    def leave(self, name: str, session: str) -> None:
+        """Record the end of a process. The next oldest of the name becomes the owner."""
         processes = self._sessions.get(name, {})
         if found := processes.pop(session, None):
             self._drop_ask(found)
@@ -289,10 +300,11 @@ class Membership:
         return len(pending) == count or now - self._enough_since >= _gather_seconds(pending)
 
     def _is_left_behind(self, pending: dict[str, Ask]) -> int:
-        """Return the number of rounds of a complete run, if all these requests have older states of it; else 0."""
-        newest = max(pending.values(), key=lambda ask: ask.round)
-        rounds = self._complete.get(newest.run, 0)
-        return rounds if NO_ROUND < newest.round < rounds else 0
+        """Return the number of rounds of a complete run, if none of these requests has its last state; else 0."""
+        run = max(pending.values(), key=lambda ask: ask.round).run
+        rounds, state = self.complete.get(run, (0, ""))
+        state = next((ask.recorded for ask in pending.values() if ask.recorded and ask.run == run), state)
+        return 0 if any((ask.run, ask.state) == (run, state) for ask in pending.values()) else rounds
 
     def _early_seconds(self, pending: dict[str, Ask], now: float) -> float:
         """Return for how long these requests may not begin a fleet: one that runs may not have sent a heartbeat yet."""
@@ -305,8 +317,6 @@ class Membership:
         if not pending or not self._is_due(pending, now):
             return None
         names, self._enough_since = frozenset(pending), None
-        if (first := max(pending.values(), key=lambda ask: ask.round)).round == NO_ROUND:
-            self._complete.pop(first.run, None)  # it begins once more
         if names != self.last:
             self._id, self.last = self._id + 1, names
         self._views += 1

@@ -76,12 +76,14 @@ class Heartbeat:
     - `held`: what the next view waits for
     - `newest`: the newest round that an island which the coordinator hears has reported
     - `behind`: how many of these islands have reported an older one
+    - `recorded`: the digest of the run's last state that most coordinators have recorded
     """
 
     error: str = ""
     held: str = ""
     newest: int = NO_ROUND
     behind: int = 0
+    recorded: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +131,18 @@ class PeersDead:
 
 
 @dataclass(frozen=True, slots=True)
+class Saved:
+    """This complete island has saved its last state, and ends with it if most coordinators record it: see `verdict`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Leave:
     """The island leaves: a last round with a `final` message, then `LeaveDone`."""
 
 
 Event = (
     Tick | RoundDue | MessageReady | EarlyMessage | ViewReceived | ViewFailed | Heartbeat | Reduced | ReduceFailed
-    | Healed | HealFailed | PeersDead | Leave
+    | Healed | HealFailed | PeersDead | Saved | Leave
 )  # fmt: skip
 
 

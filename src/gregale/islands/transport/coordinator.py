@@ -9,11 +9,11 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 
-from gregale.distributed.rendezvous import canonical
+from gregale.distributed.rendezvous import canonical, digest
 from gregale.errors import UserError
 from gregale.islands.protocol.choice import Choice
 from gregale.islands.protocol.headers import FORMAT
-from gregale.islands.protocol.membership import BEATS_PER_TIMEOUT
+from gregale.islands.protocol.membership import BEATS_PER_TIMEOUT, Record
 from gregale.islands.protocol.messages import Heartbeat
 from gregale.islands.protocol.settings import Timing
 from gregale.islands.protocol.wire import NO_ROUND, Columns, read_texts, to_texts
@@ -77,6 +77,7 @@ class CoordinatorClient:
     - `name`: of the member, unique in the fleet
     - `timing`: the coordinator takes its seconds from it
     - `session`: of this process; by default a new one
+    - `saved`: the last state of the run, once this member has saved it and is about to end
     - `last_heartbeat`: the result of the newest heartbeat to the chosen coordinator (`choice`)
     - `revoked`: the error that ends this member, if its key was revoked
     """
@@ -87,12 +88,13 @@ class CoordinatorClient:
         self.addresses = (addresses,) if isinstance(addresses, str) else tuple(addresses)
         self.name, self.last_heartbeat = name, Heartbeat()
         self.revoked: Revoked | None = None
+        self.saved: Record | None = None
         self._session, self._timing = session or secrets.token_hex(8), timing
         self._pools = [ConnectionPool(address, token) for address in self.addresses]
         self._choice, self._lock = Choice(len(self.addresses), timing.heartbeat_seconds), threading.Lock()
         self._numbers = itertools.count()
         self._status = {"round": NO_ROUND, "stalled": ""}
-        self._run = ""  # what all members of the run agree on, by the newest request
+        self._run = ""  # a digest of what all members of the run agree on, by the newest request
         self._closed = threading.Event()
         self._threads = [
             threading.Thread(target=self._beat, args=(index,), name="gregale-heartbeat", daemon=True)
@@ -126,8 +128,9 @@ class CoordinatorClient:
             index, term, needed = self._choice.request(needed, header.get("round") == NO_ROUND)
         address = self.addresses[index]
         request = {"number": next(self._numbers), "needed": needed, "header": to_texts(header), "term": term}
-        round, self._run = header.get("round"), request["header"].get("agreement", "")
+        round, self._run = header.get("round"), digest(request["header"].get("agreement", "").encode())
         request["round"] = round if isinstance(round, int) else NO_ROUND  # members complain of the header
+        request |= {"state": str(header.get("digest", "")), "recorded": str(header.get("recorded", ""))}
         request |= {"hold_seconds": timing.hold_seconds, "gather_seconds": timing.gather_seconds}
         while (reply := self._send(index, "ask", request, timing.ask_seconds)).get("held"):
             if self._closed.is_set():
@@ -145,11 +148,8 @@ class CoordinatorClient:
         """Report the committed round, and the reason of a stall, to the coordinator with the next heartbeats."""
         self._status = {"round": round, "stalled": (stalled or "")[:LONGEST_REASON]}
 
-    def close(self, complete: bool = False) -> None:
-        """Announce the leave, so that no member waits for this one, and stop. Wait for a request in progress.
-
-        - `complete`: this member leaves with the last state of the run
-        """
+    def close(self) -> None:
+        """Announce the leave, so that no member waits for this one, and stop. Wait for a request in progress."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -157,7 +157,7 @@ class CoordinatorClient:
         for index, (thread, pool) in enumerate(zip(self._threads, self._pools, strict=True)):
             thread.join(max(until - time.monotonic(), 0.0))
             if pool.has_met:
-                self._say(index, "leave", {"run": self._run if complete else "", "round": self._status["round"]})
+                self._say(index, "leave", {})
             pool.close()
 
     def _beat(self, index: int) -> None:
@@ -178,14 +178,19 @@ class CoordinatorClient:
             if isinstance(error, Revoked):
                 self.revoked = error  # from now on, whatever another coordinator says
             return Heartbeat(str(error))
+        rounds, state = reply.get("record") or (0, "")
         with self._lock:
-            self._choice.answered(index, int(reply.get("hears", 0)), time.monotonic())
+            record = (int(rounds), str(state)) if state else None
+            self._choice.answered(index, int(reply.get("hears", 0)), time.monotonic(), record)
+            _, recorded = self._choice.recorded or (0, "")
         newest, behind = (int(reply.get(key, 0)) for key in ("newest", "behind"))
-        return Heartbeat(held=str(reply.get("held", "")), newest=newest, behind=behind)
+        return Heartbeat(held=str(reply.get("held", "")), newest=newest, behind=behind, recorded=recorded)
 
     def _send(self, index: int, kind: str, content: dict, wait_seconds: float) -> dict:
         message = {"format": FORMAT, "kind": kind, "name": self.name, "session": self._session, **content}
         message["heartbeat_seconds"] = self._timing.heartbeat_seconds
+        with self._lock:
+            message |= {"run": self._run, "record": self._choice.to_record(self.saved)}
         reply = self._pools[index].request(message, wait_seconds)
         with self._lock:
             self._choice.told(index, int(reply.get("term", 0)))

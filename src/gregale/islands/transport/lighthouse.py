@@ -13,12 +13,14 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from http.client import HTTPException
+from pathlib import Path
 from zlib import compress
 
+from gregale.atomic_files import os_error_text, write_bytes
 from gregale.distributed.rendezvous import canonical
 from gregale.errors import UserError
 from gregale.islands.protocol.headers import FORMAT
-from gregale.islands.protocol.membership import Ask, Formed, Membership
+from gregale.islands.protocol.membership import MOST_RUNS, Ask, Formed, Membership, Record
 from gregale.islands.protocol.news import News
 from gregale.islands.protocol.running_time import RunningTime
 from gregale.islands.protocol.wire import pack, to_texts
@@ -31,7 +33,7 @@ from gregale.islands.transport.tls import tls_contexts
 NAME = "lighthouse"
 TICK_SECONDS = 0.05
 BURST_SECONDS = 0.005  # the requests of this time are handled by one tick, because a tick looks at all islands
-LONGEST_NAME, LONGEST_REASON, LONGEST_RUN, LONGEST_SECONDS = 100, 300, 10**6, 10**6
+LONGEST_NAME, LONGEST_REASON, LONGEST_SECONDS = 100, 300, 10**6
 CHANGES_AT_ONCE, SECONDS_PER_CHANGE = 100, 5.0  # lines about islands that come and go
 OTHER_FORMAT = "it has another version of Gregale, with other messages: install the same one everywhere"
 MOST_RELAYS = 512
@@ -48,14 +50,18 @@ class Lighthouse:
 
     - `bind`: `host:port`; port 0: any
     - `say`: receives the lines for its user
+    - `kept`: the file for the last states of complete runs, which outlives the process; None: they do not
     - `address`: `host:port` for `CoordinatorClient`
     """
 
-    def __init__(self, bind: str, token: bytes, say: Callable[[str], None] = lambda line: None):
+    def __init__(
+        self, bind: str, token: bytes, say: Callable[[str], None] = lambda line: None, kept: Path | None = None
+    ):
         host, _, port = bind.rpartition(":")
         if not (host and port.isascii() and port.isdecimal() and int(port) < 2**16):
             raise UserError(f"bind is {bind!r}; it has to be HOST:PORT, as 127.0.0.1:29510.")
-        self._membership, self._time = Membership(1 + secrets.randbelow(FIRST_IDS)), RunningTime()
+        self._kept, self._failure, complete = kept, "", read_records(kept) if kept else {}
+        self._membership, self._time = Membership(1 + secrets.randbelow(FIRST_IDS), complete), RunningTime()
         self._news, self._say, self._revoked = News(), say, tls_contexts(token).revoked
         self._say_change = RateLimitedLines(say, CHANGES_AT_ONCE, SECONDS_PER_CHANGE)
         self._lock, self._closed, self._asked = threading.Lock(), threading.Event(), threading.Event()
@@ -82,16 +88,16 @@ class Lighthouse:
             with self._lock:
                 return compress(canonical({"headers": pack(self._membership.running), **news}), 1)
         name, session = text_of(message, "name", LONGEST_NAME), text_of(message, "session", LONGEST_NAME)
+        run = text_of(message, "run", LONGEST_NAME)
+        with self._lock:
+            self._record(run, message.get("record"))
         if message.get("kind") == "ask":
-            return self._ask(name, session, message)
+            return self._ask(name, session, run, message)
         with self._lock:
             if message.get("kind") == "beat":
                 self._beat(name, session, message)
             elif message.get("kind") == "leave":
-                run, round = text_of(message, "run", LONGEST_RUN), message.get("round")
-                if type(round) is not int:
-                    raise RequestRejected("an island that leaves says its round")
-                self._membership.leave(name, session, run, round)
+                self._membership.leave(name, session)
                 self._news.leave(name)
                 self._asked.set()
             else:
@@ -100,7 +106,25 @@ class Lighthouse:
                 self._tick()
             told = {"hears": self._membership.hears, "term": self._membership.term}
             told |= {"newest": self._membership.newest, "behind": self._membership.behind}
+            told |= {"record": self._membership.complete.get(run)}
             return told | {"held": self._membership.held(name), **news}
+
+    def _record(self, run: str, last: object) -> None:
+        """Record the last state of a run that an island tells, on the disk before anybody hears of it."""
+        match last:
+            case None:
+                return
+            case [int(rounds), str(state)] if run and len(state) <= LONGEST_NAME:
+                new = rounds, state
+            case _:
+                raise RequestRejected("the record of a complete run has its rounds and a digest")
+        if run in self._membership.complete:
+            return
+        try:
+            self._membership.record(run, kept_record(self._kept, run, new) if self._kept else new)
+        except (OSError, UserError) as error:
+            before, self._failure = self._failure, f"A complete run cannot be recorded: {os_error_text(error)}"
+            self._tell([self._failure] if self._failure != before else [], self._say)
 
     def _beat(self, name: str, session: str, message: dict) -> None:
         round, stalled, now = message.get("round"), text_of(message, "stalled", LONGEST_REASON), self._time()
@@ -113,9 +137,10 @@ class Lighthouse:
         if self._membership.healthy.get(name) == session:
             self._tell(self._news.report(name, round, stalled, now), self._say)
 
-    def _ask(self, name: str, session: str, message: dict) -> dict | bytes:
+    def _ask(self, name: str, session: str, run: str, message: dict) -> dict | bytes:
         number, needed, header = message.get("number"), message.get("needed"), message.get("header")
         term, round = message.get("term"), message.get("round")
+        states = tuple(text_of(message, key, LONGEST_NAME) for key in ("state", "recorded"))
         if not (isinstance(number, int) and isinstance(needed, int) and isinstance(header, dict)):
             raise RequestRejected("a view request has a number, the needed members and a header")
         if not isinstance(term, int) or type(round) is not int:
@@ -129,8 +154,7 @@ class Lighthouse:
                 return {"held": True}
             header["hosts"] = found
         header |= to_texts({"name": name})
-        run = header.get("agreement", "")
-        ask = Ask(name, session, number, header, needed, gather, heartbeat, term, round, run)
+        ask = Ask(name, session, number, header, needed, gather, heartbeat, term, round, run, *states)
         answer = Future[dict | bytes]()
         with self._lock:
             self._waiting[ask] = answer
@@ -235,6 +259,34 @@ class ReachedHosts:
                 continue
             return address
         return f"{OUTWARDS}{recipient}/{recipient}" if recipient else address
+
+
+def records_beside(token_file: Path) -> Path:
+    """Return the path of a coordinator's file of complete runs."""
+    return token_file.with_name(f"{token_file.name}.complete")
+
+
+def read_records(path: Path) -> dict[str, Record]:
+    """Return the last states in a file, by run; none if there is no file. Raises UserError if it is damaged."""
+    try:
+        found = json.loads(path.read_bytes())
+        return {str(run): (int(rounds), str(state)) for run, (rounds, state) in found.items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, AttributeError):
+        raise UserError(
+            f"{path} has the complete runs that this lighthouse knows, and cannot be read. Without it, islands that "
+            "come late would train such a run alone. Delete it if none will come."
+        ) from None
+
+
+def kept_record(path: Path, run: str, new: Record) -> Record:
+    """Add the last state of a run to a file that does not have it; return what it has. Raises OSError and UserError."""
+    records = read_records(path)  # another lighthouse may use the same file
+    if run not in records:
+        records = dict([*records.items(), (run, new)][-MOST_RUNS:])
+        write_bytes(path, json.dumps(records).encode(), durable=True)
+    return records[run]
 
 
 def text_of(message: dict, key: str, longest: int) -> str:

@@ -20,9 +20,7 @@ MOST_BLOCKS = 1024  # of a sequence: pairs are a constant of the program
 HIDDEN = -1e30  # a score; finite, because a row may see no key of a block
 
 
-def attend(
-    q, k, v, segments, window: int | None, cap: float | None = None, sinks: jax.Array | None = None
-) -> jax.Array:
+def attend(q, k, v, segments, window: int | None, cap: float | None = None, sinks=None) -> jax.Array:
     """Compute what `Attend` says for whole sequences, in blocks of about `CPU_ROWS` rows.
 
     Rows are padded to whole blocks with tokens after all others, which no token sees. All is computed in float32: CPUs
@@ -120,16 +118,7 @@ def pairs_of(blocks: Blocks) -> np.ndarray:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def attend_blocks(
-    blocks: Blocks,
-    cap: float | None,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    ids: tuple[jax.Array, jax.Array] | None,
-    pairs: jax.Array,
-    sinks: jax.Array | None = None,
-) -> jax.Array:
+def attend_blocks(blocks: Blocks, cap: float | None, q, k, v, ids, pairs: jax.Array, sinks=None) -> jax.Array:
     """Compute what `Attend` says for the queries of a device.
 
     - `q`: [batch, position of the device, heads, head_size]
@@ -272,16 +261,7 @@ class Gathered:
     devices: int
     rows: int
 
-    def __call__(
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        segments: jax.Array | None,
-        window: int | None,
-        cap: float | None = None,
-        sinks: jax.Array | None = None,
-    ) -> jax.Array:
+    def __call__(self, q, k, v, segments, window: int | None, cap: float | None = None, sinks=None) -> jax.Array:
         chunk = q.shape[1] // 2
         reach = chunks_reached(chunk, self.devices, window)
         blocks = Blocks.of_chunks(chunk, self.devices, self.rows, window, reach)

@@ -22,9 +22,7 @@ HOPPER = 9  # of a GPU's compute capability, the number before the point
 HIDDEN = -(2.0**41)  # added to scores; small enough in magnitude that cuDNN can subtract two of them
 
 
-def attend(
-    q, k, v, segments, window: int | None, cap: float | None = None, sinks: jax.Array | None = None
-) -> jax.Array:
+def attend(q, k, v, segments, window: int | None, cap: float | None = None, sinks=None) -> jax.Array:
     """Compute attention without a cap: `dispatch` chooses another form for models with a cap.
 
     Segments and the window become a bias [batch, 1, position, position], which must have an even length.

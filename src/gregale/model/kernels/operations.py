@@ -44,16 +44,7 @@ class Attend(Protocol):
     - `sinks`: logits without values (`kernels.sinks`), float32 [batch, position, heads, 1]; None: there are none
     """
 
-    def __call__(
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        segments: jax.Array | None,
-        window: int | None,
-        cap: float | None = None,
-        sinks: jax.Array | None = None,
-    ) -> jax.Array: ...
+    def __call__(self, q, k, v, segments, window: int | None, cap: float | None = None, sinks=None) -> jax.Array: ...
 
 
 @dataclass(frozen=True)
@@ -166,9 +157,7 @@ GATED: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
 }
 
 
-def attend(
-    q, k, v, segments, window: int | None, cap: float | None = None, sinks: jax.Array | None = None
-) -> jax.Array:
+def attend(q, k, v, segments, window: int | None, cap: float | None = None, sinks=None) -> jax.Array:
     if cap is not None or sinks is not None:
         return checkpoint_name(_attend_with(q, k, v, segments, window, cap, sinks), ATTENTION_NAME)
     mask = None if segments is None else segments[:, None, :, None] == segments[:, None, None, :]

@@ -51,15 +51,14 @@ from gregale.programs.island.stages import (
 from gregale.programs.island.status import StatusTracker
 from gregale.programs.island.steps import IslandResources, IslandSteps
 from gregale.programs.train.command import PreparedRun, prepared
-from gregale.programs.train.evaluation import Evaluation
-from gregale.programs.train.loop import Loop
+from gregale.programs.train.loop import Evaluation, Loop
 from gregale.programs.train.resume import Start
 from gregale.programs.train.step_log import DataPosition, Observers, StepLog, Traffic
 from gregale.runs.config import TrainConfig
-from gregale.runs.config_diff import changes
 from gregale.runs.history import ROUNDS
 from gregale.runs.islands import IslandsConfig
 from gregale.runs.run_directory import RunDirectory
+from gregale.runs.stages import changes
 from gregale.settings import setting
 from gregale.storage import StoragePath, StoreError, write_bytes
 from gregale.storage.jsonl import ResumePoint, lines_at
@@ -142,7 +141,9 @@ def train(run: PreparedRun, token: bytes) -> int:
                 break
             run, start, info, resources = next_stage(run, start, steps, counts, resources)
         status.state = "complete" if steps.complete else "left"
-    run.checkpoints.wait()
+        run.checkpoints.wait()
+        if steps.complete and not run.checkpoints.failure:
+            by_first_process(resources.controller.confirm, None)
     run.progress.at(steps.step, Phase.ENDING)
     left = "Left the fleet by {signal} after step {step} and saved; the same command joins it again."
     return run.exit_code(steps, evaluation.latest, left)

@@ -13,7 +13,7 @@ from gregale.islands import outer_checkpoint
 from gregale.islands.trainer_command import RoundPacing
 from gregale.programs.island.steps import IslandResources, IslandSteps
 from gregale.programs.runtime.setup import Setup
-from gregale.programs.train.evaluation import Saving
+from gregale.programs.train.loop import Saving
 from gregale.programs.train.step_log import DataPosition, Observers, Traffic
 from gregale.storage import StoreError
 from gregale.tracking.callback import Metrics, Pause

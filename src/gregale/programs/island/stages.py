@@ -16,15 +16,14 @@ from gregale.islands.protocol.settings import timing_of
 from gregale.islands.protocol.wire import Columns, unpack
 from gregale.islands.stages import fleet_mixtures
 from gregale.methods.island import Island
-from gregale.programs.plan.shapes import abstract_batch
-from gregale.programs.runtime.checkpointed import spike_window
+from gregale.programs.plan.estimates import abstract_batch
 from gregale.programs.runtime.memory import check_program
 from gregale.programs.runtime.setup import Setup
-from gregale.programs.runtime.trained_model import Base
+from gregale.programs.runtime.trained_model import Base, spike_window
+from gregale.programs.train.loop import Steps
 from gregale.programs.train.resume import Start, converted
 from gregale.programs.train.stages import OF_A_STEP, OF_AN_EVALUATION, PreparedStage
 from gregale.programs.train.step_log import DataPosition, Traffic
-from gregale.programs.train.steps import Steps
 from gregale.runs.config import TrainConfig
 from gregale.runs.process_agreement import data_terms, is_trained_on, matches, terms_of
 from gregale.training.state import TrainState, state_shardings

@@ -30,10 +30,9 @@ from gregale.methods.island_outer import HostOuter, OuterView
 from gregale.methods.schedule import Fragment
 from gregale.programs.runtime.batches import Placement
 from gregale.programs.runtime.setup import Setup
-from gregale.programs.train.next_programs import NextPrograms
+from gregale.programs.train.loop import Batch, NextPrograms, Steps
 from gregale.programs.train.resume import Start
 from gregale.programs.train.step_log import Observers
-from gregale.programs.train.steps import Batch, Steps
 from gregale.storage import StoragePath
 from gregale.storage.jsonl import FileJsonlWriter, ObjectJsonlWriter
 from gregale.training.state import Stepper, StepReport, TrainState

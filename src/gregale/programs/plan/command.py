@@ -7,16 +7,15 @@ from pathlib import Path
 
 from gregale.atomic_files import write_bytes
 from gregale.data.sources.base import expand
-from gregale.data.tokenizers import FileConfig, vocabulary_size
+from gregale.data.tokenizers import vocabulary_size
 from gregale.errors import UserError
 from gregale.programs.command import Command
 from gregale.programs.plan.devices import Target, simulated_target, topology_target
 from gregale.programs.plan.island import as_island, island_of
 from gregale.programs.plan.report import report_of
 from gregale.programs.plan.search import SearchOptions, search
-from gregale.programs.plan.search_text import print_search
 from gregale.programs.plan.step import CODE, STEP, UNTIL, plan_step
-from gregale.programs.plan.text import print_report, size
+from gregale.programs.plan.text import print_report, print_search, size
 from gregale.programs.runtime.default_sizes import MODEL, USUAL, with_default_sizes, with_origin_model
 from gregale.runs.config import TrainConfig
 from gregale.settings import Settings, above, setting, whole
@@ -125,7 +124,7 @@ def searched(options: PlanOptions, config: TrainConfig, tokens: int, target: Tar
 def tokens_of(config: TrainConfig) -> int:
     """Return the tokenizer's number of tokens; without its file, the configured number of rows of the model."""
     tokenizer, rows = config.data.tokenizer, config.model.vocabulary
-    if rows is not None and isinstance(tokenizer, FileConfig) and not Path(expand(tokenizer.path)).exists():
+    if rows is not None and tokenizer.json_path is not None and not Path(expand(tokenizer.json_path)).exists():
         return rows
     return vocabulary_size(tokenizer)
 

@@ -1,4 +1,4 @@
-"""Provides the process that compiles a program for `gregale.programs.plan.memory_only_compile`, which kills it.
+"""Provides the process that compiles a program for `gregale.programs.plan.step`, which kills it.
 
     python -m gregale.programs.plan.compile_worker FOLDER PARENT
 
@@ -16,10 +16,8 @@ import jax
 
 from gregale.atomic_files import write_bytes
 from gregale.distributed.devices import end_with_parent
-from gregale.programs.plan.compiling import DUMPED
 from gregale.programs.plan.devices import topology_target
-from gregale.programs.plan.memory_only_compile import CONFIG, DUMP, REFUSED, REQUEST
-from gregale.programs.plan.step import lowerings, setup_for
+from gregale.programs.plan.step import CONFIG, DUMP, DUMPED, REFUSED, REQUEST, lowerings, setup_for
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
 

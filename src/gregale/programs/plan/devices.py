@@ -1,4 +1,8 @@
-"""Provides the devices to plan for: simulated ones, or those of a TPU or GPU topology, without hardware."""
+"""Provides the devices to plan for: simulated ones, or those of a TPU or GPU topology, without hardware.
+
+XLA's compiler for CUDA needs only a description of the GPUs: `gpu_devices("h100", boxes=2, each=8)` returns devices to
+compile for. A box is one JAX process.
+"""
 
 import os
 from contextlib import suppress
@@ -13,9 +17,88 @@ from gregale.audit.estimate import ACCELERATOR, CPU, TPU, Backend
 from gregale.axes.layout import Device
 from gregale.distributed.devices import GPU_MEMORY, set_flags
 from gregale.errors import UserError, install_hint
-from gregale.programs.plan.gpus import GPUS, described
 from gregale.runs.config import TrainConfig
 from gregale.streams import say_beside
+
+KIB, MIB = 2**10, 2**20
+CUDA_PLUGINS = {"jax_cuda13_plugin": 13, "jax_cuda12_plugin": 12}  # plugin -> CUDA version
+CUDNN = 9
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Properties of a GPU for the compiler, besides those in `gregale.audit.chips`."""
+
+    chip: str
+    kind: str  # JAX's name of the device
+    capability: int  # the compute capability's number before the point
+    cores: int  # streaming multiprocessors, each with its `adders` for float32 and its `shared_bytes` of memory
+    adders: int
+    shared_bytes: int
+    cache_bytes: int  # size of the second-level cache
+    clock_ghz: float  # maximum clock
+
+
+GPUS = {
+    found.chip.lower(): found
+    for found in (
+        Gpu("A100-40GB", "NVIDIA A100-SXM4-40GB", 8, 108, 64, 164 * KIB, 40 * MIB, 1.41),
+        Gpu("A100", "NVIDIA A100-SXM4-80GB", 8, 108, 64, 164 * KIB, 40 * MIB, 1.41),
+        Gpu("H100", "NVIDIA H100 80GB HBM3", 9, 132, 128, 228 * KIB, 50 * MIB, 1.98),
+        Gpu("H200", "NVIDIA H200", 9, 132, 128, 228 * KIB, 50 * MIB, 1.98),
+        Gpu("B200", "NVIDIA B200", 10, 148, 128, 228 * KIB, 126 * MIB, 1.965),
+    )
+}
+
+
+def gpu_devices(family: str, boxes: int, each: int) -> list[Device]:
+    """Return the devices of `boxes` boxes with `each` GPUs; raise `UserError` if the compiler is missing or refuses."""
+    cuda = next((version for plugin, version in CUDA_PLUGINS.items() if find_spec(plugin)), None)
+    if cuda is None:
+        raise UserError(
+            "topology: the compiler for NVIDIA GPUs, which needs no GPU, is not installed. " + install_hint("cuda")
+        )
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # hides warnings about the missing driver
+    jax.config.update("jax_platforms", "cpu")
+    from jax.experimental import topologies
+
+    options = {"target_config": gpu_description(GPUS[family], cuda), "topology": f"{boxes}x1x{each}"}
+    try:
+        return list(topologies.get_topology_desc(family, platform="cuda", **options).devices)
+    except jax.errors.JaxRuntimeError as error:
+        raise UserError(f"topology: the compiler rejects {family}:{each}: {' '.join(str(error).split())}.") from error
+
+
+def gpu_description(gpu: Gpu, cuda: int) -> str:
+    """Return XLA's `GpuTargetConfigProto` as text. `cuda`: version of the CUDA runtime."""
+    found = chip(gpu.chip)
+    return f"""
+gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: {48 * KIB}
+  shared_memory_per_core: {gpu.shared_bytes}
+  shared_memory_per_block_optin: {gpu.shared_bytes - KIB}
+  threads_per_core_limit: 2048
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  core_count: {gpu.cores}
+  fpus_per_core: {gpu.adders}
+  block_dim_limit_x: {2**31 - 1}
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: {int(found.memory_bytes_per_second)}
+  device_memory_size: {found.memory_bytes}
+  l2_cache_size: {gpu.cache_bytes}
+  clock_rate_ghz: {gpu.clock_ghz}
+  cuda_compute_capability {{ major: {gpu.capability} }}
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: {CUDNN} }}
+runtime_version {{ major: {cuda} }}
+device_description_str: "{gpu.kind}"
+"""
+
 
 DEFAULT_CHIP = "H100"
 CHIP_OF_TOPOLOGY = {"v4": "v4", "v5e": "v5e", "v5litepod": "v5e", "v5p": "v5p", "v6e": "v6e", "tpu7x": "v7x"}
@@ -100,14 +183,14 @@ def topology_target(name: str, slices: int, chip_name: str | None) -> Target:
     from jax.experimental import topologies
 
     try:
-        described = topologies.get_topology_desc(name, platform="tpu", num_slices=slices)
+        gpu_devices = topologies.get_topology_desc(name, platform="tpu", num_slices=slices)
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).splitlines()[0].removeprefix("INVALID_ARGUMENT: ")
         raise UserError(f"topology: the TPU compiler does not take {name!r}: {reason}.") from error
     grid = tuple(int(size) for size in sizes)
     found = chip(chip_name or CHIP_OF_TOPOLOGY[family]).in_slice(grid)
     return Target(
-        list(described.devices), found, len(described.devices) // (prod(grid) * slices), False, (name, slices)
+        list(gpu_devices.devices), found, len(gpu_devices.devices) // (prod(grid) * slices), False, (name, slices)
     )
 
 
@@ -118,7 +201,7 @@ def _gpus(name: str, boxes: int, chip_name: str | None) -> Target:
             f"topology: {name!r}: of GPUs it is a number in a box, such as {family}:8, and slices are boxes."
         )
     found = chip(chip_name or GPUS[family].chip)
-    return Target(described(family, boxes, int(each)), found, found.devices, simulated=False, share=GPU_MEMORY)
+    return Target(gpu_devices(family, boxes, int(each)), found, found.devices, simulated=False, share=GPU_MEMORY)
 
 
 def for_accelerators(config: TrainConfig, target: Target) -> TrainConfig:

@@ -1,7 +1,10 @@
 """Provides the report of `gregale plan` as data for JSON."""
 
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
+
+import numpy as np
 
 from gregale.audit.chips import GBIT
 from gregale.audit.estimate import ACCELERATOR, Backend, is_of_linear
@@ -12,27 +15,28 @@ from gregale.axes.mapping import mapping_rows
 from gregale.axes.parameters import parameter_count
 from gregale.formatting import listed
 from gregale.huggingface.families import parameters_of
-from gregale.methods.island import Island
+from gregale.methods.comparison import compared
+from gregale.methods.schedule import Schedule as MethodSchedule
 from gregale.model.execution import execution
+from gregale.programs.plan.candidates import remedies
 from gregale.programs.plan.devices import Target
-from gregale.programs.plan.island import IslandPlan
-from gregale.programs.plan.methods import methods_of
-from gregale.programs.plan.optimizer_traffic import optimizer_note
-from gregale.programs.plan.remedies import remedies
-from gregale.programs.plan.shapes import (
+from gregale.programs.plan.estimates import (
     devices_of_a_replica,
     estimate,
     frozen_shapes,
     has_closed_forms,
+    optimizer_note,
     parameter_shape,
     step_shape,
     tree_bytes,
 )
+from gregale.programs.plan.island import IslandPlan
 from gregale.programs.plan.step import MEMORY, STEP, Plan, Program
 from gregale.programs.runtime.expert_parallelism import choice_of, in_places
 from gregale.programs.runtime.parameter_groups import parameter_groups
 from gregale.programs.runtime.setup import Setup
 from gregale.runs.rules import lacking
+from gregale.timeline import GRID_GBIT_PER_SECOND, Cadence, Ring, Workload, needed_bandwidths, run_method
 
 
 def report_of(
@@ -233,15 +237,15 @@ def overlap_of(program: Program, schedule: Schedule | None) -> dict[str, dict[st
 
 def base_note(setup: Setup) -> str | None:
     """Return the note about frozen weights in blocks, and about projections that are not; None without blocks."""
-    base = getattr(setup.config.adapter, "base", "dtype")
-    if base == "dtype":
+    adapter = setup.config.adapter
+    if adapter is None or adapter.base == "dtype":
         return None
     held, paths = frozen_shapes(setup), parameters_of(setup.base).items()
     whole = [path for path, leaf in paths if is_of_linear(leaf) and any(leaf is each for each in held["frozen"])]
     beside = f", among them {listed(whole)}, whose last input axis 64 does not divide" if whole else ""
     blocks, others = (sum(leaf.size for leaf in held[name]) for name in ("quantised", "frozen"))
     dtype = setup.config.compute.dtype
-    return f"adapter.base is {base}: {blocks:,} frozen values are in blocks, and {others:,} in {dtype}{beside}."
+    return f"adapter.base is {adapter.base}: {blocks:,} frozen values are in blocks, and {others:,} in {dtype}{beside}."
 
 
 def notes_of(plan: Plan, programs: dict[str, dict[str, Any]]) -> list[str]:
@@ -283,7 +287,7 @@ def notes_of(plan: Plan, programs: dict[str, dict[str, Any]]) -> list[str]:
         )
     if plan.setup.config.pipeline is not None:
         notes.append("idle stages of a pipeline also compute, and the roofline includes that.")
-    if isinstance(plan.setup.method, Island):
+    if plan.setup.config.islands.lighthouse is not None:
         notes.append(
             "an island: the network estimates are for one host and the codecs' bytes, with all islands as members; "
             "outer parameters and the outer optimizer are in host memory."
@@ -310,3 +314,67 @@ def notes_of(plan: Plan, programs: dict[str, dict[str, Any]]) -> list[str]:
     if any(collective.times is None for collective in collectives):
         notes.append("a loop does not tell how often it runs; its collectives are counted once.")
     return notes
+
+
+GOAL = 0.9
+
+
+def methods_of(setup: Setup, bound: Roofline | None, bytes_per_second: float | None) -> dict[str, dict[str, Any]]:
+    """Return for each method its settings, its traffic over the slow axis, and the bandwidth that it needs.
+
+    The step time is the roofline's without the link between replicas. The result is empty with one replica, and
+    without a roofline.
+
+    - `bytes_per_step`: of a device, over the axis that the method joins; `average` over a period, `peak` of a step
+    - `gbit_per_second`: the rate at which a whole replica sends these bytes in the same number of steps
+    - `needed_gbit_per_second`: for 90 percent utilisation in the timeline's model, in which a replica is a site
+    - `utilisation`: the utilisation at `bytes_per_second`, a replica's link to the others
+    - `curve`: the same, `utilisation` at each `gbit_per_second`
+    """
+    sizes = setup.layout.mesh.shape
+    sites = sizes["replica"] * sizes.get("island", 1)
+    if sites < 2 or bound is None:
+        return {}
+    step, ring, found = step_shape(setup), Ring(sites), {}
+    seconds = max(bound.compute, bound.memory, bound.links["inside slice"])
+    gbit = devices_of_a_replica(setup) / seconds / GBIT
+    workload, wire = Workload(step.parameters, step.layers, seconds, step.microbatches), setup.config.reduce
+
+    def run(name: str, schedule: MethodSchedule) -> Callable[[np.ndarray], np.ndarray]:
+        """Return the utilisation on the timeline as a function of Gbit/s, with the configured codecs' bytes."""
+        cadence = cadence_of(schedule.period, max(1, schedule.fragments - 1), max(1, schedule.delay), step.layers)
+        return lambda grid: run_method(name, workload, ring, cadence, grid, wire.bytes_per_parameter).utilisation
+
+    for name, each in compared(setup.config.sync, step.layers, step.adapts).items():
+        average, peak = each.bytes_a_step(setup.parts, step)
+        schedule = each.schedule(step.layers)
+        found[name] = {
+            **{key: getattr(schedule, key) for key in ("period", "fragments", "delay")},
+            "configured": each.configured,
+            "bytes_per_step": {"average": average, "peak": peak},
+            "gbit_per_second": {"average": average * gbit, "peak": peak * gbit},
+            **_on_the_timeline(run(name, schedule), bytes_per_second),
+        }
+    return found
+
+
+def _on_the_timeline(utilisation: Callable[[np.ndarray], np.ndarray], bytes_per_second: float | None) -> dict[str, Any]:
+    """Return the bandwidth that a method needs, and its utilisation at the given link and on a grid of links."""
+    reached = utilisation(GRID_GBIT_PER_SECOND)
+    curve = {"gbit_per_second": _short(GRID_GBIT_PER_SECOND), "utilisation": _short(reached)}
+    found: dict[str, Any] = {"needed_gbit_per_second": needed_bandwidths(reached, goals=(GOAL,))[0], "curve": curve}
+    if bytes_per_second is not None:
+        found["utilisation"] = float(utilisation(np.array([bytes_per_second / GBIT]))[0])
+    return found
+
+
+def _short(values: np.ndarray) -> list[float]:
+    return [float(f"{value:.4g}") for value in values]
+
+
+def cadence_of(period: int, groups: int, delay: int, layers: int) -> Cadence:
+    """Return the timeline's cadence for `groups` groups of layers, over whole periods."""
+    fragment_layers = -(-layers // groups)
+    period = max(period, delay + 1, -(-layers // fragment_layers) + 1)
+    periods = -(-Cadence().steps // period)
+    return Cadence(periods * period, period, fragment_layers, delay)

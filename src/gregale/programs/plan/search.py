@@ -17,16 +17,18 @@ from gregale.programs.plan.candidates import (
     MICROBATCHES,
     UNROLL,
     Candidate,
+    Remedy,
     ScoredCandidate,
     candidate_of,
+    cost,
+    remedies,
     scored_candidates,
     setups,
 )
 from gregale.programs.plan.devices import Target
+from gregale.programs.plan.estimates import devices_of_a_replica, has_closed_forms
 from gregale.programs.plan.island import island_of
-from gregale.programs.plan.remedies import Remedy, cost, remedies
 from gregale.programs.plan.report import link_bytes_per_second, memory_of
-from gregale.programs.plan.shapes import devices_of_a_replica, has_closed_forms
 from gregale.programs.plan.step import MEMORY, Plan, plan_step, scheduled_seconds, setup_for
 from gregale.programs.plan.text import size
 from gregale.programs.runtime.setup import Setup

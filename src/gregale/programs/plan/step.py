@@ -1,8 +1,28 @@
-"""Provides the plan of a run: the programs of `train`, compiled from shapes alone, and their joint estimates."""
+"""Provides the plan of a run: the programs of `train`, compiled from shapes alone, and their joint estimates.
 
+The TPU compiler rejects a program that needs more memory than a device has after it has scheduled the program.
+`read_dump` then reads schedule and sizes from the compiler's dump.
+
+The TPU compiler has no option to stop at the memory report. With `xla_dump_to` it writes, in this order, the schedule,
+the memory report and the schedule again, and then generates code, which takes ten times as long. Therefore a separate
+process can compile (`gregale.programs.plan.compile_worker`). This process kills it when the third file exists, because
+the other two are then complete. The separate process also ends when this process ends.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import haliax as hax
@@ -10,34 +30,245 @@ import jax
 
 from gregale.audit import Audit, audit
 from gregale.audit.collectives import BETWEEN, INSIDE, Collective, grid_of
-from gregale.audit.estimate import Backend, CompilerMemory
+from gregale.audit.estimate import Backend, CompilerMemory, compiler_memory
 from gregale.audit.overlap import HOST, Rates, Schedule, schedule_of
 from gregale.audit.pallas_cost import Kernels
 from gregale.audit.roofline import Roofline, link_rates, roofline
 from gregale.audit.traffic import Transfer
 from gregale.axes.layout import make_mesh
 from gregale.axes.parameters import FURTHER_ROUNDS
+from gregale.errors import UserError
+from gregale.formatting import listed
 from gregale.methods.traffic import SYNCHRONISE
 from gregale.model.loss import AGAIN
-from gregale.programs.plan.compiling import WITHOUT_OPTIMISED_CODE, Outcome, compiled_for
 from gregale.programs.plan.devices import Target, for_accelerators
-from gregale.programs.plan.memory_only_compile import Request, reported
-from gregale.programs.plan.shapes import (
+from gregale.programs.plan.estimates import (
     FAR_AXES,
     abstract_batch,
     estimated_link_bytes,
     estimated_work,
+    joined,
+    link_grid,
     parameter_shape,
     step_transfers,
     tree_bytes,
 )
-from gregale.programs.plan.step_seconds import joined, link_grid
 from gregale.programs.runtime.expert_parallelism import set_up
 from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import TrainConfig
+from gregale.runs.parsing import dump
 from gregale.runs.rules import check
 from gregale.settings.rules import TRAINING
 from gregale.training.state import abstract_state
+
+# Suffixes of the files that the TPU compiler writes with `DUMPED`, in this order; then it generates code.
+SCHEDULE, MEMORY_REPORT, AFTERWARDS = (
+    f".after_optimizations{part}.txt" for part in ("", "-memory-usage-report", "_after_buffer_assignment")
+)
+SHOWN_BUFFERS = 5
+SHOWN_SHAPES = 2
+_BYTES_OF_UNIT = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SIZE = r"([\d.]+)([KMGT]?)"
+_REFUSALS = (
+    re.compile(rf"HLO temporaries \({_SIZE}\) exceeds available HBM \({_SIZE}\)"),
+    re.compile(rf"Used {_SIZE} of {_SIZE} hbm"),
+)
+_TOTAL = re.compile(r"^Total bytes: (\d+)", re.MULTILINE)
+# XLA:CPU plans memory and communication before the passes that these options skip, which take most of its time.
+WITHOUT_OPTIMISED_CODE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+DUMPED: dict[str, Any] = {"xla_dump_hlo_as_text": True}
+_BUFFER = re.compile(r"^ *[\d.]+\w+\( *\d+%\); +([\d.]+)([KMGT]?)i?B; +\d+; +\d+; (.*)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class DoesNotFit:
+    """The reason why the compiler rejects a program; a buffer holds several arrays at different times."""
+
+    offered: int  # bytes of a device that the compiler can use for programs
+    largest: list[tuple[int, str]] = field(default_factory=list)  # bytes and shapes of the largest buffers
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The compiler's report about a program."""
+
+    text: str  # the scheduled program; it has estimates of cycles only after code generation
+    memory: CompilerMemory
+    flops: float | None  # on a device, each loop's body once; None without code generation, and on GPUs
+    shortage: DoesNotFit | None  # None: the program fits
+
+
+def compiled_for(
+    target: Target, name: str, lowered: jax.stages.Lowered, arguments: int, options: dict[str, Any] | None = None
+) -> Outcome:
+    """Compile a program; return the report also if it does not fit.
+
+    - `arguments`: bytes of the program's arguments on a device
+    - `options`: compiler options
+
+    Raises `UserError` if the compiler rejects the program for another reason than the devices' memory.
+    """
+    try:
+        compiled = lowered.compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError as error:
+        return _refused(lowered, arguments, str(error), name)
+    costs = compiled.cost_analysis() or {}
+    memory = compiler_memory(compiled, has_peak=not target.simulated)
+    return Outcome(compiled.as_text() or "", memory, costs.get("flops") or None, None)
+
+
+def refused_sizes(message: str) -> tuple[int, int] | None:
+    """Return the bytes needed and offered in the compiler's message; None for another message."""
+    for pattern in _REFUSALS:
+        if found := pattern.search(message):
+            return _bytes(found[1], found[2]), _bytes(found[3], found[4])
+    return None
+
+
+def largest_buffers(report: str) -> list[tuple[int, str]]:
+    """Return bytes and shapes of the largest buffers in the compiler's memory report."""
+    found = []
+    for amount, unit, shapes in _BUFFER.findall(report.partition("Memory Space: vmem")[0])[:SHOWN_BUFFERS]:
+        found.append((_bytes(amount, unit), listed(re.split(r", (?![^(]*\))", shapes), SHOWN_SHAPES)))
+    return found
+
+
+def read_dump(folder: Path, arguments: int, message: str | None, name: str) -> Outcome:
+    """Return the report that the TPU compiler has written to a folder before code generation.
+
+    - `arguments`: bytes of the program's arguments on a device
+    - `message`: the compiler's error for a rejected program; None: it accepted the program
+    - `name`: name of the program
+
+    Raises `UserError` if the compiler rejected the program for another reason than memory, or its files are incomplete.
+    """
+    shortage, needed = None, 0
+    text, report = (_dumped_text(folder, end) for end in (SCHEDULE, MEMORY_REPORT))
+    if message is not None:
+        sizes = refused_sizes(message)
+        if sizes is None:
+            reason = " ".join(message.partition("\n\n")[0].split())  # the first paragraph
+            raise UserError(f"the compiler rejects the program {name!r}: {reason}")
+        needed, offered = sizes
+        shortage = DoesNotFit(offered, largest_buffers(report))
+    if total := _TOTAL.search(report):
+        needed = int(total[1])
+    elif message is None:
+        raise UserError(
+            f"the compiler has ended without an error, and has written no memory report of the program {name!r} to "
+            f"{folder}: the disk may be full. TMPDIR in the environment names another folder."
+        )
+    return Outcome(text, CompilerMemory(arguments, 0, max(0, needed - arguments), 0, needed), None, shortage)
+
+
+def _refused(lowered: jax.stages.Lowered, arguments: int, message: str, name: str) -> Outcome:
+    """Compile again with a dump to a folder, which the compiler writes before it rejects the program."""
+    with TemporaryDirectory(prefix="gregale-plan-") as folder:
+        with suppress(jax.errors.JaxRuntimeError):
+            if refused_sizes(message) is not None:
+                lowered.compile(compiler_options={"xla_dump_to": folder, **DUMPED})
+        return read_dump(Path(folder), arguments, message, name)
+
+
+def _dumped_text(folder: Path, end: str) -> str:
+    """Return the content of the largest file with this suffix, because the dump may also have small programs."""
+    files = sorted(folder.glob(f"*{end}"), key=lambda path: path.stat().st_size)
+    return files[-1].read_text(encoding="utf-8", errors="replace") if files else ""
+
+
+def _bytes(amount: str, unit: str) -> int:
+    return round(float(amount) * _BYTES_OF_UNIT[unit])
+
+
+CONFIG, REQUEST, DUMP, REFUSED, LOG = "config.yaml", "request.json", "dump", "refused", "log"
+POLL_SECONDS = 0.05
+SHOWN_LINES = 3
+# Log lines without the cause: stack frames, addresses, and the TPU library's report about itself.
+_NOISE = re.compile(r"^\s*@ |^https://symbolize|^\*\*\* |\] RAW: |^=== Source Location Trace|^learning/")
+_FATAL = re.compile(r"F\d{4} ")  # the compiler's mark of a fatal error
+_LOG_PREFIX = re.compile(r"[A-Z]\d{4} \S+ +\d+ ")
+
+
+@dataclass(frozen=True)
+class Request:
+    """Input of the compiling process."""
+
+    config: TrainConfig  # of the run
+    tokens: int  # the tokenizer's vocabulary size
+    topology: str  # as for `gregale.programs.plan.devices.topology_target`
+    slices: int  # likewise
+
+
+def reported(request: Request, program: str, arguments: int) -> Outcome:
+    """Return the compiler's report about a run's program, by its name, without code generation.
+
+    - `arguments`: bytes of the program's arguments on a device
+
+    Raises:
+        UserError: the compiler rejects the program for another reason than the devices' memory, or its process fails.
+    """
+    with tempfile.TemporaryDirectory(prefix="gregale-plan-") as name:
+        folder = Path(name)
+        (folder / CONFIG).write_text(dump(request.config), encoding="utf-8")
+        content = {"program": program, **{key: getattr(request, key) for key in ("tokens", "topology", "slices")}}
+        (folder / REQUEST).write_text(json.dumps(content), encoding="utf-8")
+        with _compiling_process(folder) as process:
+            while (status := process.poll()) is None and not any((folder / DUMP).glob(f"*{AFTERWARDS}")):
+                time.sleep(POLL_SECONDS)
+        if status:
+            raise crashed(status, (folder / LOG).read_text(encoding="utf-8", errors="replace"), program)
+        refused = folder / REFUSED
+        message = refused.read_text(encoding="utf-8") if refused.exists() else None
+        return read_dump(folder / DUMP, arguments, message, program)
+
+
+@contextmanager
+def _compiling_process(folder: Path) -> Iterator[subprocess.Popen]:
+    """Yield the compiling process and kill it at the end; it gets no signals from the terminal."""
+    command = [sys.executable, "-m", "gregale.programs.plan.compile_worker", str(folder), str(os.getpid())]
+    with (folder / LOG).open("wb") as log:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def crashed(status: int, log: str, program: str) -> UserError:
+    """Return the error for a compiling process that crashed, and save its complete log to a file.
+
+    - `status`: as in `subprocess`: the exit status, or minus the number of the signal
+    """
+    number, kept = tempfile.mkstemp(prefix="gregale-plan-", suffix=".log")
+    with open(number, "w", encoding="utf-8") as file:
+        file.write(log)
+    shown_lines = " / ".join(last_lines(log)).rstrip(".") or "none"
+    how = f"with exit status {status}" if status > 0 else f"by signal {-status}"
+    if -status in set(signal.Signals):
+        how = f"by {signal.Signals(-status).name} (signal {-status})"
+    advice = (
+        "This is a fault of the compiler or of Gregale, not of the devices' memory. Other "
+        "compute.compiler_options, or another compute.remat or compute.attention, may avoid it."
+    )
+    if -status == signal.SIGKILL:
+        advice = (
+            "A system that runs out of memory sends SIGKILL: more memory, or one compilation at a time, would work."
+        )
+    return UserError(
+        f"the process that compiles the program {program!r} ended {how} before the compiler's memory report. "
+        f"Its last lines: {shown_lines}. The whole log is in {kept}. {advice}"
+    )
+
+
+def last_lines(log: str) -> list[str]:
+    """Return the compiler's fatal errors, or the last lines of a log that may have the cause."""
+    lines = [line.strip() for line in log.splitlines() if line.strip() and not _NOISE.search(line)]
+    fatal = [line for line in lines if _FATAL.match(line)]
+    return [*dict.fromkeys(_LOG_PREFIX.sub("", line) for line in fatal or lines)][-SHOWN_LINES:]
+
 
 STEP, WARM_UP = "step", "warm_up"
 FIRST_STEPS = 10_000
@@ -76,7 +307,7 @@ def programs_of(setup: Setup, target: Target, compile_: Compile) -> dict[str, Pr
     - `warm_up`: the PSDP step before another method begins
     """
     with hax.axis_mapping({}):
-        return {each.name: _read(setup, target, compile_(each), each) for each in lowerings(setup, target.backend)}
+        return {each.name: _audited(setup, target, compile_(each), each) for each in lowerings(setup, target.backend)}
 
 
 def lowerings(setup: Setup, backend: Backend) -> Iterator[Lowering]:
@@ -118,7 +349,7 @@ def _kinds(name: str, given: list[Any]) -> list[tuple[str, Any, float]]:
     return [(f"{name}_{index + 1}" if index else name, given[index], share) for index, share in first]
 
 
-def _read(setup: Setup, target: Target, outcome: Outcome, lowering: Lowering) -> Program:
+def _audited(setup: Setup, target: Target, outcome: Outcome, lowering: Lowering) -> Program:
     found = audit(outcome.text, setup.layout.mesh, known_trips(setup))
     if target.simulated:
         # Simulated devices have no slices, so `replica` counts as the slow link.

@@ -16,7 +16,7 @@ from gregale.programs.runtime.expert_parallelism import set_up
 from gregale.programs.runtime.run_layout import rows_multiple
 from gregale.programs.runtime.trained_model import find_origin
 from gregale.runs.config import BatchConfig, TrainConfig
-from gregale.runs.config_diff import changes
+from gregale.runs.stages import changes
 from gregale.settings import Settings
 from gregale.settings.decoding import TYPE
 
@@ -37,9 +37,7 @@ def with_origin_model(config: TrainConfig) -> tuple[TrainConfig, str | None]:
     """
     origin = find_origin(config)
     theirs = origin.config_at().model
-    if isinstance(theirs, LlamaConfig):
-        theirs = replace(theirs, parametrisation=None)
-    return with_model_of(config, theirs, origin.path)
+    return with_model_of(config, replace(theirs, **dict.fromkeys(theirs.keys_of_rates)), origin.path)
 
 
 def with_model_of(config: TrainConfig, theirs: ModelConfig, origin: object) -> tuple[TrainConfig, str | None]:

@@ -15,9 +15,9 @@ from gregale.axes.layout import EXPERTS, make_mesh
 from gregale.axes.mapping import EXCHANGED
 from gregale.distributed.devices import GPU_MEMORY
 from gregale.errors import UserError
-from gregale.programs.plan import shapes
+from gregale.programs.plan import estimates
 from gregale.programs.plan.devices import DEFAULT_CHIP, Target
-from gregale.programs.plan.step_seconds import closed_form_seconds
+from gregale.programs.plan.estimates import closed_form_seconds
 from gregale.programs.runtime.setup import Setup, placed
 from gregale.runs.config import TrainConfig
 
@@ -56,9 +56,9 @@ def choice_of(gathered: Setup, exchanged: Setup | UserError) -> Choice:
     target = target_of(gathered.layout.mesh)
 
     def figures(setup: Setup) -> Figures:
-        trees = shapes.tree_bytes(setup)
-        peak = shapes.estimate(setup, target.backend, trees).peak
-        sent = shapes.sent_by_link(shapes.step_transfers(setup, ACCELERATOR), shapes.step_shape(setup))
+        trees = estimates.tree_bytes(setup)
+        peak = estimates.estimate(setup, target.backend, trees).peak
+        sent = estimates.sent_by_link(estimates.step_transfers(setup, ACCELERATOR), estimates.step_shape(setup))
         return Figures(closed_form_seconds(setup, target, None, trees), peak, int(sent[INSIDE]))
 
     own = target.chip.name, target.memory_bytes, figures(gathered)

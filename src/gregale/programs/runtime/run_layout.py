@@ -22,7 +22,6 @@ from gregale.axes.layout import (
 from gregale.axes.mapping import check_arrays, check_mapping, mapped_layout
 from gregale.axes.parameters import QuantisedWeight, is_quantised
 from gregale.errors import UserError
-from gregale.model.config import LoraConfig
 from gregale.runs.config import TrainConfig
 from gregale.runs.rules import check
 from gregale.settings.rules import LAYOUT
@@ -60,7 +59,7 @@ def rows_multiple(config: TrainConfig, mesh: Mesh) -> int:
 
 def with_rank(layout: Layout, config: TrainConfig) -> Layout:
     """Return the layout in which `lora_rank` lies like `embed`, if its devices divide it: it splits factors too."""
-    if not isinstance(config.adapter, LoraConfig) or LORA_RANK in layout.params:
+    if config.adapter is None or LORA_RANK in layout.params:
         return layout
     params, finest = (mesh_axes_of(mapping.get(EMBED, ())) for mapping in (layout.params, layout.opt_state))
     if config.adapter.rank % prod(layout.mesh.shape[name] for name in (*finest, ISLAND)):

@@ -12,27 +12,29 @@ from haliax import Axis
 from jax.sharding import Mesh
 
 from gregale.axes.layout import BATCH, POSITION, Device, Layout
-from gregale.axes.parameters import buffers_of, parameter_count, with_arrays
+from gregale.axes.parameters import buffers_of, layer_order, parameter_count, with_arrays
 from gregale.communication.pipeline import Schedule, pipelined_execution
 from gregale.errors import UserError, plugin_errors
 from gregale.methods.config import MethodContext, Methods
 from gregale.methods.method import Method
 from gregale.methods.psdp import Psdp, identity
-from gregale.model.config import CompilerOptions
-from gregale.model.execution import Execution, execution, labels_of, layers_apart
-from gregale.objectives import NextTokenConfig
-from gregale.programs.runtime.checked_model import built, callback_metrics, checked_loss, updated_buffers
+from gregale.model.config import CompilerOptions, ModelMethods
+from gregale.model.execution import Execution, execution, layers_apart
 from gregale.programs.runtime.initial_model import (
     base_model,
+    built,
+    callback_metrics,
+    checked_loss,
     dropping,
     initial_model,
     reference,
     stored_base,
+    updated_buffers,
     with_adapters,
 )
 from gregale.programs.runtime.run_layout import check_axes, checked_layout
 from gregale.runs.config import TrainConfig
-from gregale.runs.plugins import code_digests
+from gregale.runs.parsing import code_digests
 from gregale.tracking.callback import Callback
 from gregale.training.compiler import check_compiler_options, compiler_options
 from gregale.training.state import Stepper, TrainState, abstract_state, initial_state, new_spikes, state_shardings
@@ -211,9 +213,10 @@ def placed(config: TrainConfig, tokens: int, mesh: Mesh) -> Setup:
     kind = config.model.get_choice_name(type(config.model))
     with plugin_errors(f"model.type {kind}: {type(config.model).__name__}.init", type(config.model)):
         model = jax.eval_shape(partial(initial_model, config, Vocab), jax.random.key(0))
-    if not hasattr(model, "loss"):
+    own = ModelMethods.of(model)
+    if own.loss is None:
         raise UserError(f"model.type {kind}: {type(config.model).__name__}.init returns a model without `loss`.")
-    if buffers_of(model) is not None and not hasattr(model, "update_buffers"):
+    if buffers_of(model) is not None and own.update_buffers is None:
         raise UserError(
             f"model.type {kind}: {type(model).__name__} has a buffer, and no `update_buffers(statistics, weight)`."
         )
@@ -255,7 +258,7 @@ def psdp_on(config: TrainConfig, model, callbacks: Sequence[Callback], layout: L
     per_step = config.compute.gather == "per_step"
     first = first_layers(config, model, layout)
     in_loop = replace(run, weights_ready=per_step, first_layers=first)
-    of_model = isinstance(config.objective, NextTokenConfig)
+    of_model = config.objective.is_models_own
 
     def loss(model, batch, frozen=None):
         return checked_loss(config.model, model, batch, dropping(config, in_loop, batch), config.objective, frozen)
@@ -285,5 +288,5 @@ def first_layers(config: TrainConfig, model, layout: Layout) -> int:
     joined = joined and config.adapter is None  # adapters are small
     scanned = config.pipeline is None and config.batch.microbatches == 1 and not config.reduce.quantised
     tpus = layout.mesh.devices.flat[0].platform == "tpu" and layout.replicas > 1
-    labels = labels_of(getattr(model, "blocks", None), config.model.kind_numbers)
-    return layers_apart(labels) if tpus and joined and scanned else 0
+    labels = zip(layer_order(model), config.model.kind_numbers, strict=False)  # a model may have no kinds
+    return layers_apart(tuple(labels)) if tpus and joined and scanned else 0

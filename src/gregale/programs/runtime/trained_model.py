@@ -1,4 +1,8 @@
-"""Provides the model of a complete or running training run, whole or one parameter at a time."""
+"""Provides the model of a complete or running training run, whole or one parameter at a time.
+
+Also the form of the state in a checkpoint with its metadata, and adapters in files: those that a run continues, and the
+export to a folder of PEFT.
+"""
 
 import json
 import os
@@ -10,35 +14,189 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import draccus
 import jax
 from haliax import NamedArray
 
-from gregale.axes.layout import BATCH, MeshConfig, is_named, make_mesh
+from gregale.axes.layout import BATCH, Layout, MeshConfig, is_named, make_mesh
 from gregale.axes.mapping import MappingConfig, mapped_layout
 from gregale.axes.parameters import QuantisedWeight, buffers_of, is_quantised, trainable, with_arrays
-from gregale.checkpoint.files import MANIFEST, digest_of, measured
+from gregale.checkpoint.manifest import MANIFEST, digest_of, folder_name, measured
 from gregale.checkpoint.multihost import by_first_process, messages_of_all
-from gregale.checkpoint.store import Checkpoints, folder_name
+from gregale.checkpoint.store import Checkpoints
+from gregale.data.build import MASKS
 from gregale.data.config import DataConfig
+from gregale.data.mixtures import Mixtures, MixtureStage, with_mixture
+from gregale.data.preparation import Corpus
+from gregale.data.sources.base import expand
 from gregale.data.tokenizers import SAVED_NAME, load_tokenizer
 from gregale.distributed.config import DistributedConfig
 from gregale.distributed.devices import start_devices
 from gregale.errors import UserError
-from gregale.huggingface.families import parameters_of, path_of
-from gregale.huggingface.folder import BESIDE, CONFIG, WEIGHTS, check_files, open_folder
+from gregale.huggingface.config import family_that_has
+from gregale.huggingface.families import Family, Slot, parameters_of, path_of, slots_of
+from gregale.huggingface.folder import ADAPTER, BESIDE, CONFIG, WEIGHTS, check_files, open_folder, read_json, write_json
+from gregale.huggingface.hub import REPOSITORY
+from gregale.huggingface.peft import adapter_settings, adapter_slots, read_adapters
 from gregale.huggingface.weights import read_model, reader
 from gregale.inference.generate import multiple_of
+from gregale.methods.method import Method
 from gregale.model.adapters import factor_paths, merged_weight
+from gregale.model.config import AdapterConfig
+from gregale.model.llama import LlamaConfig
 from gregale.objectives import NextTokenConfig
-from gregale.programs.runtime.checkpointed import evaluated_model, evaluation_template, recorded
 from gregale.programs.runtime.expert_parallelism import set_up
 from gregale.programs.runtime.setup import Setup
-from gregale.runs import run_paths
+from gregale.runs import history
 from gregale.runs.config import EvaluationConfig, TrainConfig
 from gregale.runs.run_directory import RunDirectory
+from gregale.runs.stages import changes
 from gregale.storage import ObjectPath, parallel_map, storage_path
 from gregale.training.compiler import keep_compiled
-from gregale.training.state import TrainState
+from gregale.training.state import TrainState, abstract_state
+
+
+def checkpointed(setup: Setup, method: Method, state: TrainState, step: int) -> TrainState:
+    """Return the state after `step` steps as stored, with joined arrays for an evaluation that has no replicas.
+
+    Frozen weights are not stored: the metadata has their origin.
+    """
+    state = state._replace(frozen=None)
+    if not method.needs_full_state(step):
+        return state
+    assert method is setup.method
+    return state._replace(joined=setup.joined_parameters(state.method))
+
+
+def checkpoint_metadata(
+    setup: Setup, corpus: Corpus, method: Method, step: int, counted: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the metadata that a restore reads before the state after `step` steps.
+
+    - `method`: the method that made the state
+    - `counted`: counts so far by name: `replica_bytes` that a device has sent over `replica`, `examples` seen, and
+      the `mixtures` that they are of
+    """
+    config: dict = draccus.encode(setup.config)  # type: ignore[assignment] -- of a part alone it has no `type`
+    return {
+        "data": corpus.fingerprint_after(counted["mixtures"]),
+        "validation": corpus.validation_fingerprints,
+        "masks": MASKS,
+        "method": method.name,
+        "joined": method.needs_full_state(step),
+        "replicas": replicas(setup.layout, method),
+        "mesh": dict(setup.layout.mesh.shape),
+        "spikes": spike_window(setup),
+        "made_by": {name: config[name] for name in ("sync", "reduce")},
+        **counted,
+    }
+
+
+def recorded(metadata: Mapping[str, Any], key: str):
+    """Return an entry of a checkpoint's metadata; raise `UserError` if another version wrote it without this entry."""
+    if key not in metadata:
+        raise UserError(
+            f"The checkpoint's metadata.json lacks `{key}` (it has: {', '.join(metadata) or 'nothing'}): another "
+            f"version of Gregale wrote it. Use that version, or start another run with a new name or with --fresh."
+        )
+    return metadata[key]
+
+
+def newer_masks(metadata: Mapping[str, Any], corpus: Corpus) -> str:
+    """Return why conversations of the same text may have other tokens than at a checkpoint; empty if nothing does.
+
+    A version before these rules had numbers wrote none.
+    """
+    before = metadata.get("masks", "an older one")
+    if before == MASKS or not any("chat_template" in store.manifest for store in corpus.stores.values()):
+        return ""
+    return (
+        "this version of Gregale has newer rules for roles of conversations and for the tokens that the loss is on: "
+        f"version {MASKS}, and the checkpoint's is {before}. The text may be the same"
+    )
+
+
+def mixtures_of(metadata: dict, config: TrainConfig) -> Mixtures:
+    """Return the mixtures of a run up to a checkpoint.
+
+    - `config`: of the checkpoint; an earlier version wrote no mixtures, and its runs have one
+    """
+    stored = metadata.get("mixtures")
+    if stored is None:
+        return with_mixture((), 0, *config.mixture)
+    return tuple(MixtureStage(*each) for each in stored)
+
+
+def saved_by(setup: Setup, metadata: dict) -> Method:
+    return setup.psdp if recorded(metadata, "method") == setup.psdp.name else setup.method
+
+
+def checkpoint_template(setup: Setup, metadata: dict) -> TrainState:
+    """Return the abstract state that a checkpoint with this metadata holds.
+
+    It lacks the errors of quantised averages if they are of another mesh, because their shapes depend on the mesh.
+    """
+    method = saved_by(setup, metadata)
+    saved, now = recorded(metadata, "replicas"), replicas(setup.layout, method)
+    if saved != now:
+        axis = method.replica_axes[0]
+        raise UserError(
+            f"mesh.{axis} is {now}, but the checkpoint is of {method.name} with {saved} replicas, each with "
+            f"parameters and an optimizer of its own. Resume with mesh.{axis} {saved}; to change their number, first "
+            f"resume with sync.type psdp until the next checkpoint, which joins them."
+        )
+    state = abstract_state(method, setup.model)._replace(frozen=None)
+    if not same_spikes(setup, metadata):
+        state = state._replace(spikes=None)
+    return state if same_mesh(setup, metadata) else state._replace(method=method.without_error(state.method))
+
+
+def holds_more(setup: Setup, metadata: dict) -> bool:
+    """Return whether a checkpoint holds more than `checkpoint_template`: joined parameters, errors of another mesh,
+    another window of spikes.
+    """
+    return recorded(metadata, "joined") or not same_mesh(setup, metadata) or not same_spikes(setup, metadata)
+
+
+def evaluation_template(setup: Setup, metadata: dict) -> TrainState:
+    """Return the abstract state with only the leaves that an evaluation needs; the rest is None.
+
+    It fits any mesh, except for an evaluation of the replicas' own parameters, which needs the same number of replicas.
+    """
+    method = saved_by(setup, metadata)
+    if setup.config.sync.evaluates_replicas:
+        return TrainState(None, method.eval_subset(checkpoint_template(setup, metadata).method), None, None)
+    if recorded(metadata, "joined"):
+        joined = setup.psdp.arrays(abstract_state(setup.psdp, setup.model).method)
+        return TrainState(None, None, None, None, joined=joined)
+    return TrainState(None, method.eval_subset(abstract_state(method, setup.model).method), None, None)
+
+
+def evaluated_model(setup: Setup, metadata: dict, state: TrainState):
+    """Return the model to evaluate, from the state of `evaluation_template`."""
+    if state.joined is not None:
+        return setup.psdp.model_with(state.joined)
+    trained = jax.jit(saved_by(setup, metadata).eval_model, compiler_options=setup.compiler_options)
+    return trained(state.method)
+
+
+def same_mesh(setup: Setup, metadata: dict) -> bool:
+    return recorded(metadata, "mesh") == dict(setup.layout.mesh.shape)
+
+
+def same_spikes(setup: Setup, metadata: dict) -> bool:
+    """Return whether a checkpoint has the window of `skip_spikes` that the configuration has, or neither has one."""
+    return metadata.get("spikes") == spike_window(setup)
+
+
+def spike_window(setup: Setup) -> int | None:
+    return None if setup.config.skip_spikes is None else setup.config.skip_spikes.window
+
+
+def replicas(layout: Layout, method: Method) -> int:
+    """Return the number of replicas whose states the method keeps separately."""
+    return layout.mesh.shape[method.replica_axes[0]] if method.replica_axes else 1
+
 
 Read = Callable[[str], NamedArray]
 
@@ -61,7 +219,7 @@ class Trained:
 
 def find_run(name: str) -> RunDirectory:
     """Return the named run; raise `UserError` if there is none, or if a file of its model is a link out of it."""
-    run = RunDirectory(run_paths.find_run(name).path)
+    run = RunDirectory(history.find_run(name).path)
     check_files(run.path, (SAVED_NAME, *(f"{run.huggingface.name}/{file}" for file in (*BESIDE, WEIGHTS))))
     return run
 
@@ -202,7 +360,7 @@ def merging(setup: Setup, own: Read, base: Read) -> Read:
     """Return a function that reads what the run has trained (`own`), or a weight of its base, with its adapter."""
     trained = {*parameters_of(trainable(setup.model)), *parameters_of(buffers_of(setup.model))}
     held = {path_of(path): leaf for path, leaf in _leaves(setup.stored_base) if is_quantised(leaf)}
-    scale = getattr(setup.config.adapter, "scale", 1.0)
+    scale = 1.0 if setup.config.adapter is None else setup.config.adapter.scale
 
     def read(path: str) -> NamedArray:
         if path in trained:
@@ -351,3 +509,79 @@ def _leaves(model: Any) -> list[tuple[Any, Any]]:
 
 def _is_weight(node: Any) -> bool:
     return is_named(node) or is_quantised(node)
+
+
+EITHER = ("adapter.start_from", "adapter.base")  # settings in which adapters may differ from those that they continue
+
+
+def continued(setup: Setup, base: Base) -> Any:
+    """Return the adapters of `adapter.start_from` in the structure of the parameters; None: new ones are wanted.
+
+    Raises `UserError` if they are of other targets or of another rank or scale, or were trained beside other weights.
+    """
+    config = setup.config.adapter
+    if config is None or config.start_from is None:
+        return None
+    folder = Path(config.start_from)
+    if (folder / ADAPTER).is_file():
+        slots = adapter_slots(slots_of(setup.base, family_of(setup, base.origin)), setup.model)
+        found = read_adapters(folder, config, slots, setup.model, setup.layout)
+    else:
+        found = _adapters_of_run(setup, config, config.start_from, base)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: found[path_of(path)], trainable(setup.model), is_leaf=is_named
+    )
+
+
+def _adapters_of_run(setup: Setup, config: AdapterConfig, name: str, base: Base) -> dict[str, NamedArray]:
+    run = find_run(name)
+    theirs = run.read_config()
+    if theirs.adapter is None:
+        raise UserError(f"adapter.start_from: {run.path} has no adapters; start_from names the model to adapt.")
+    found = [each for each in changes(theirs.adapter, config, "adapter") if each.key not in EITHER]
+    if fixed := [change for change in found if change.fixed]:
+        raise UserError(f"adapter.start_from: {run.path} has other adapters: {'; '.join(map(str, fixed))}.")
+    other = set_up(as_here(theirs, setup.config), setup.tokens, setup.layout.mesh)
+    with opened(run, other, None) as found:
+        if recorded(found.metadata, "base")["digest"] != base.digest:
+            raise UserError(
+                f"adapter.start_from: the adapters of {run.path} were trained beside other weights than those of "
+                f"{base.origin.path}. Set start_from to {theirs.start_from}, or merge them: start_from {run.path}."
+            )
+        return {path: found.read(path) for path in parameters_of(trainable(setup.model))}
+
+
+def family_of(setup: Setup, run: RunDirectory) -> Family:
+    """Return the family of a run's model: that of the imported model at its beginning, if there is one."""
+    saved = read_json(run.huggingface / CONFIG) if (run.huggingface / CONFIG).is_file() else {}
+    return family_that_has(decoder_of(setup.config), saved)
+
+
+def decoder_of(config: TrainConfig) -> LlamaConfig:
+    """Return the model's configuration; raise `UserError` if it is none that transformers has."""
+    if not isinstance(config.model, LlamaConfig):
+        kind = config.model.get_choice_name(type(config.model))
+        raise UserError(
+            f"model.type is {kind}, a model of your own: other programs have no such model, so nothing could load the "
+            "folder. `gregale export` writes models of type llama, gemma and gpt_oss."
+        )
+    return config.model
+
+
+def base_name(base: Base, given: str | None) -> str:
+    """Return the folder or name from which PEFT reads a base (`given`: the user's); raise `UserError` if it cannot."""
+    folder = Path(str(base.origin.huggingface) if given is None else expand(given, "base"))
+    is_name = given is not None and not folder.exists() and REPOSITORY.fullmatch(given)
+    if not base.origin.is_imported if given is None else not is_name and not (folder / CONFIG).is_file():
+        raise UserError(
+            f"base: {folder} is no model of transformers, which peft opens. `gregale export {base.origin.path} FOLDER "
+            f"--step {base.step}` writes the model of these adapters; then add `--base FOLDER`."
+        )
+    return str(folder.absolute() if folder.is_dir() else folder)
+
+
+def write_adapter_settings(folder: Path, setup: Setup, slots: list[Slot], base: str) -> None:
+    """Write adapter_config.json; `base`: the model that the adapters are for, see `base_name`."""
+    config = setup.config
+    assert config.adapter is not None
+    write_json(folder / ADAPTER, adapter_settings(config.adapter, slots, base, config.model.experts is not None))

@@ -10,8 +10,9 @@ from functools import partial
 
 import jax
 
+from gregale.checkpoint.manifest import committed_steps
 from gregale.checkpoint.multihost import agreed, by_first_process, first_message
-from gregale.checkpoint.store import Checkpoints, committed_steps
+from gregale.checkpoint.store import Checkpoints
 from gregale.data.preparation import Corpus
 from gregale.data.sources.base import expand
 from gregale.data.tokenizers import fewest_tokens, save_tokenizer
@@ -20,30 +21,25 @@ from gregale.distributed.liveness import Phase, Progress, monitor_peers
 from gregale.distributed.signals import SIGNALS, StopRequest, ended_by_signals
 from gregale.errors import UserError
 from gregale.programs.command import Command
-from gregale.programs.plan.optimizer_traffic import optimizer_note
+from gregale.programs.plan.estimates import optimizer_note
 from gregale.programs.runtime.default_sizes import with_default_sizes, with_model_of, with_origin_model
 from gregale.programs.runtime.setup import Setup
 from gregale.programs.runtime.trained_model import find_origin
-from gregale.programs.train.branch import Branch, branch_of
-from gregale.programs.train.evaluation import Evaluation, Saving, on_checkpoint, summary
 from gregale.programs.train.exports import Exports, check_exports
-from gregale.programs.train.loop import HELP, Loop
-from gregale.programs.train.resume import Start, keep_what_came_with, origin_of, starting_point
+from gregale.programs.train.loop import HELP, Evaluation, Loop, MeshSteps, Saving, Steps, on_checkpoint, summary
+from gregale.programs.train.resume import Branch, Start, branch_of, keep_what_came_with, origin_of, starting_point
 from gregale.programs.train.stages import PreparedStage, check_stages, describe, prepare_stages
 from gregale.programs.train.step_log import DataPosition, Observers, StepLog, Traffic
-from gregale.programs.train.steps import MeshSteps, Steps
 from gregale.runs.config import TrainConfig
-from gregale.runs.config_diff import Change, changes
 from gregale.runs.process_agreement import process_terms
 from gregale.runs.run_directory import RunDirectory
 from gregale.runs.run_lock import training
-from gregale.runs.stages import number_after
+from gregale.runs.stages import Change, changes, number_after
 from gregale.settings import Settings, setting, whole
 from gregale.storage import storage_path
 from gregale.tracking.callback import RunInfo
-from gregale.tracking.console import Console
 from gregale.tracking.profile import Profile, Window
-from gregale.tracking.trackers import open_trackers
+from gregale.tracking.trackers import Console, open_trackers
 from gregale.training.compiler import keep_compiled
 
 

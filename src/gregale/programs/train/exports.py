@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Self
 
 from gregale.atomic_files import os_error_text, remove
+from gregale.checkpoint.manifest import CheckpointConfig, ExportConfig, folder_name, step_of, superfluous
 from gregale.checkpoint.multihost import first_message
-from gregale.checkpoint.store import CheckpointConfig, ExportConfig, folder_name, step_of, superfluous
 from gregale.huggingface.config import exported_family
-from gregale.programs.exporting import decoder_of
 from gregale.programs.runtime.setup import Setup
+from gregale.programs.runtime.trained_model import decoder_of
 from gregale.runs.run_directory import RunDirectory
 
 EXPORTS = "exports"  # in the run's directory

@@ -18,13 +18,12 @@ from gregale.data.tokenizers import fewest_tokens
 from gregale.errors import UserError
 from gregale.evaluation.tasks import read_tasks
 from gregale.islands.stages import stage_rounds
-from gregale.methods.island import Island
 from gregale.methods.method import Method
-from gregale.programs.plan.shapes import abstract_batch
+from gregale.programs.plan.estimates import abstract_batch
 from gregale.programs.runtime.evaluation import Evaluator, evaluation_text
 from gregale.programs.runtime.expert_parallelism import set_up
 from gregale.programs.runtime.setup import Setup
-from gregale.programs.train.inspection import is_due
+from gregale.programs.train.step_log import is_due
 from gregale.runs.config import TrainConfig
 from gregale.runs.process_agreement import agree_on_text
 from gregale.runs.rules import check
@@ -113,7 +112,8 @@ def check_stages(config: TrainConfig) -> list[Setup]:
             setups.append(stage_setup(stage.config, fewest_tokens(stage.config.data.tokenizer)))
             read_tasks(stage.config.evaluation.tasks)
     if config.islands.lighthouse is not None:
-        stage_rounds(config, [setup.method for setup in setups if isinstance(setup.method, Island)])
+        islands: list[Any] = [setup.method for setup in setups]
+        stage_rounds(config, islands)
     return setups
 
 

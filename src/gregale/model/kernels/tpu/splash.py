@@ -33,16 +33,7 @@ class Splash:
     interpret: Any = False  # runs the kernels step by step in JAX, on any device; or how Pallas simulates a TPU
     devices: int = 1  # that share a sequence
 
-    def __call__(
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        segments: jax.Array | None,
-        window: int | None,
-        cap: float | None = None,
-        sinks: jax.Array | None = None,
-    ) -> jax.Array:
+    def __call__(self, q, k, v, segments, window: int | None, cap: float | None = None, sinks=None) -> jax.Array:
         length, heads, head_size = q.shape[1:]
         if self.devices > 1 and length % (2 * LANES):
             return Gathered(self.devices, ROWS)(q, k, v, segments, window, cap, sinks)

@@ -20,10 +20,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from gregale.errors import UserError
-from gregale.programs.report.page import report_page
-from gregale.runs.history import ROUNDS, read_history
+from gregale.programs.report import report_page
+from gregale.runs.history import ROUNDS, RunPaths, read_history
 from gregale.runs.run_lock import is_being_trained
-from gregale.runs.run_paths import RunPaths
 from gregale.storage import StoreError, status
 
 Content = Callable[[], bytes]

@@ -1,16 +1,24 @@
-"""Provides the closed forms of a run's step: sizes, memory, work and traffic, from shapes alone."""
+"""Provides the closed forms of a run's step from shapes alone: sizes, memory, work, traffic, and time.
 
-from __future__ import annotations
+Times compare settings of one model on the same devices: transfers count on the links that their mesh axes have. They do
+not predict, because products run at the chip's peak. The traffic of a plugin's optimizer is that of its compiled
+update.
+"""
 
+from collections import Counter
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import haliax as hax
 import jax
 import jax.numpy as jnp
+import numpy as np
 from haliax import NamedArray
 
-from gregale.audit.collectives import BETWEEN, INSIDE
+from gregale.audit import Collective, audit
+from gregale.audit.collectives import BETWEEN, INSIDE, Grid, grid_of
 from gregale.audit.estimate import (
     ACCELERATOR,
     Backend,
@@ -22,7 +30,7 @@ from gregale.audit.estimate import (
     estimate_memory,
     estimate_pipeline,
 )
-from gregale.audit.roofline import Work, work_of
+from gregale.audit.roofline import Roofline, Work, link_rates, roofline, work_of
 from gregale.audit.traffic import Transfer, expected_transfers, kept, pipelined, sent_bytes
 from gregale.axes.layout import MODEL, REPLICA, is_named, named_arrays
 from gregale.axes.parameters import is_buffer, is_quantised, trainable
@@ -30,11 +38,10 @@ from gregale.errors import UserError
 from gregale.methods.method import Method
 from gregale.model.config import DTYPES
 from gregale.model.execution import execution
+from gregale.programs.plan.devices import Target
+from gregale.programs.runtime.setup import Setup
 from gregale.runs.rules import lacking
 from gregale.training.compiler import compiler_options, sums_behind
-
-if TYPE_CHECKING:
-    from gregale.programs.runtime.setup import Setup
 
 INTEGERS = ("tokens", "targets", "segment_ids", "positions")
 FAR_AXES = ("island", REPLICA)
@@ -87,7 +94,7 @@ def frozen_shapes(setup: Setup) -> dict[str, Any]:
         parts[is_quantised(form)].append(leaf)
     blocks = next((form.codec.format for form in stored if is_quantised(form)), None)
     reference = parts[False] + parts[True] if setup.config.objective.needs_reference else []
-    drops = getattr(setup.config.adapter, "dropout", 0) > 0
+    drops = setup.config.adapter.dropout > 0
     frozen = {"frozen": parts[False], "quantised": parts[True], "blocks": blocks, "reference": reference}
     return {**frozen, "drops": drops}
 
@@ -230,3 +237,86 @@ def devices_of_a_replica(setup: Setup) -> int:
     """Return the number of devices of a replica, which share its end of the slow link."""
     sizes = setup.layout.mesh.shape
     return prod(size for axis, size in sizes.items() if axis not in FAR_AXES)
+
+
+# Transfers of which the compilers' default options start most beside products (docs/tpu.md, docs/gpu.md).
+BEHIND_PRODUCTS = ("weights", "gradients")
+
+
+def closed_form_seconds(setup: Setup, target: Target, bandwidth: float | None, trees: Bytes | None = None) -> float:
+    """Return the seconds of a step: weights and gradients inside a slice travel behind products, all else in between.
+
+    - `bandwidth`: bytes per second that a device sends between slices; None: the chip's share of its network
+    - `trees`: the sizes of the setup's trees, if they are known
+    """
+    work = estimated_work(setup, estimated_link_bytes(setup) or {INSIDE: 0.0, BETWEEN: 0.0}, trees)
+    bound = roofline(work, target.chip, target.devices_a_chip, bandwidth)
+    rate, grid = link_rates(target.chip, target.devices_a_chip, bandwidth)[INSIDE], link_grid(setup, target)
+    loads: Counter[tuple[bool, str, tuple[str, ...]]] = Counter()
+    for each in step_transfers(setup, ACCELERATOR):
+        if not set(each.axes) & set(FAR_AXES):
+            behind = each.purpose in BEHIND_PRODUCTS and "model" not in each.axes
+            loads[behind, each.kind, each.axes] += each.bytes * each.times
+    parts = dict.fromkeys((True, False), 0.0)
+    for (behind, kind, axes), size in loads.items():
+        parts[behind] += _transfer_seconds(Transfer("", kind, axes, size), setup, grid, rate)
+    return joined(bound, parts[True], parts[False] + bound.host)
+
+
+def joined(bound: Roofline, behind: float, between: float) -> float:
+    """Return the time of a step whose transfers inside a slice go behind products, and between them."""
+    far = sum(bound.links.values()) - bound.links[INSIDE]
+    return max(bound.compute, bound.memory, behind) + between + far
+
+
+def link_grid(setup: Setup, target: Target) -> Grid | None:
+    return None if target.simulated else grid_of(setup.layout.mesh, target.chip, target.devices_a_chip)
+
+
+def _transfer_seconds(each: Transfer, setup: Setup, grid: Grid | None, rate: float) -> float:
+    """Return the seconds of a transfer inside a slice."""
+    sizes = dict(setup.layout.mesh.shape)
+    sent = sent_bytes(each, sizes)
+    if grid is None:
+        return sent / rate
+    numbers = np.arange(prod(sizes.values())).reshape(tuple(sizes.values()))
+    group = numbers[tuple(slice(None) if axis in each.axes else 0 for axis in sizes)].ravel().tolist()
+    groups = tuple(pairwise(group)) if each.kind == "collective-permute" else (tuple(group),)
+    found = grid.seconds_of(each.kind, each.bytes, sent, groups)
+    return sent / rate if found is None else found
+
+
+def optimizer_note(setup: Setup) -> str | None:
+    """Return a note if the optimizer of a plugin sends over the slow axes, with its bytes; None if it does not.
+
+    `Method.bytes_sent` counts gradients and updates, so that it leaves these bytes out.
+    """
+    config = setup.config.optimizer
+    if type(config).__module__.partition(".")[0] == "gregale":
+        return None
+    found = optimizer_collectives(setup)
+    if not found:
+        return None
+    axes = ", ".join(dict.fromkeys(f"`{axis}`" for each in found for axis in each.touched if axis in FAR_AXES))
+    sent = sum(each.bytes_sent * each.counted for each in found)
+    return (
+        f"optimizer.type is {config.get_choice_name(type(config))}, whose update reduces over shards: a device sends "
+        f"{sent:,.0f} bytes a step for it over {axes}, in addition to the {setup.method.bytes_sent(1):,} bytes of "
+        "gradients and updates. `bytes_sent` and `replica_bytes` leave them out."
+    )
+
+
+def optimizer_collectives(setup: Setup) -> list[Collective]:
+    """Return the collectives over the slow axes in the compiled update of the optimizer, without gathers of updates."""
+    layout = setup.method.step_layout
+    optimizer = setup.config.build_optimizer(setup.model, layout).sharded
+    weights = layout.abstract(trainable(setup.model), layout.opt_state)
+    state = layout.abstract(jax.eval_shape(optimizer.init, weights), layout.opt_state)
+
+    def update(grads, state, weights, norm):
+        return layout.constrain(optimizer.update(grads, state, weights, gradient_norm=norm), layout.opt_state)
+
+    with hax.axis_mapping({}):
+        compiled = jax.jit(update, compiler_options=setup.compiler_options)
+        program = compiled.lower(weights, state, weights, jax.ShapeDtypeStruct((), jnp.float32)).compile()
+    return [each for each in audit(program, layout.mesh).collectives if set(each.touched) & set(FAR_AXES)]

@@ -19,11 +19,28 @@ from gregale.errors import UserError
 from gregale.huggingface.folder import CONFIG, read_json
 from gregale.inference.generate import BLOCK, Prompt, Sampling, multiple_of
 from gregale.programs.command import Command
+from gregale.programs.runtime.sampler import (
+    INTERRUPTED,
+    MAX_DELAY_S,
+    ChatPrompts,
+    Continuation,
+    Dialogue,
+    PromptRequest,
+    Sampler,
+    SamplerPlacement,
+    TextFormat,
+    batches_of,
+    beside_training,
+    chat_prompts,
+    converse,
+    lines_of_user,
+    read_messages,
+    read_prompts,
+    steady,
+    text_format_of,
+    unsplit,
+)
 from gregale.programs.runtime.trained_model import find_run, open_trained
-from gregale.programs.sample.chat import ChatPrompts, Dialogue, chat_prompts, converse, lines_of_user
-from gregale.programs.sample.prompts import PromptRequest, batches_of, read_messages, read_prompts
-from gregale.programs.sample.sampler import MAX_DELAY_S, Sampler, SamplerPlacement, beside_training, steady, unsplit
-from gregale.programs.sample.text_format import INTERRUPTED, Continuation, TextFormat, text_format_of
 from gregale.runs.run_directory import RunDirectory
 from gregale.settings import setting, shown, whole
 from gregale.storage import is_url
