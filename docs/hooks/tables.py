@@ -1,14 +1,19 @@
-"""Write the tables of three pages from the code: `python docs/hooks/tables.py`. A test holds them equal.
+"""Write the tables of four pages from the code: `python docs/hooks/tables.py`. A test holds them equal.
 
 In configuration.md `<!-- keys -->` begins the keys of a run, `<!-- options -->` each command with its options, and
-`<!-- fixed -->` the keys that a run cannot change. In metrics.md `<!-- metrics -->` begins all metrics, and in
-migration.md `<!-- migration -->` the keys of each other project. `<!-- end -->` ends each of them.
+`<!-- fixed -->` the keys that a run cannot change. In metrics.md `<!-- metrics -->` begins all metrics, in migration.md
+`<!-- migration -->` the keys of each other project, and in reference/what_does_not_go_together.md `<!-- configuration
+-->`, `<!-- layout -->`, `<!-- training -->` and `<!-- forms -->` the rules of a kind. `<!-- end -->` ends each of them.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
+from functools import partial
 from itertools import groupby
 from pathlib import Path
+from typing import get_args
 
 import draccus
 import yaml
@@ -17,7 +22,9 @@ from gregale.cli import PROGRAMS
 from gregale.cli.invocation import usage
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import PluginOptions
-from gregale.settings.decoding import REQUIRED, Entry, counterparts, entries, projects
+from gregale.runs.rules import CLOSED_FORMS, RULES
+from gregale.settings.decoding import REQUIRED, Entry, counterparts, entries, projects, types_of
+from gregale.settings.rules import CONFIGURATION, LAYOUT, TRAINING, Rule
 from gregale.tracking.metrics import METRICS
 
 
@@ -68,6 +75,37 @@ def migration() -> str:
     return "\n".join(sections)
 
 
+def every_rule() -> list[Rule]:
+    """The rules of the table, then those of Gregale's own pieces."""
+    found, kinds = list(RULES), [each for kind in types_of(TrainConfig).values() for each in get_args(kind) or (kind,)]
+    while kinds:
+        kind = kinds.pop(0)
+        if isinstance(kind, type) and kind.__module__.startswith("gregale."):
+            found += vars(kind).get("incompatible", ())
+            kinds += kind.__subclasses__()
+    return found
+
+
+def rules(rows: Iterable[Rule]) -> str:
+    """Rules between settings, each with its reason and what would work."""
+    lines = ["| settings | why not | what would work |", "|---|---|---|"]
+    for rule in rows:
+        settings = [NAME.sub(lambda name: f"<{name[1]}>", each) for each in rule.settings.split(" & ")]
+        keys = [re.split(": | != ", setting)[0] for setting in settings]
+        text = NAME.sub(
+            lambda name, keys=keys: in_words(name[1], keys), rule.text.replace("{{", "{").replace("}}", "}")
+        )
+        reason, _, instead = text.partition(". ")
+        lines.append(f"| {', '.join(f'`{each}`' for each in settings)} | {reason.removesuffix('.')} | {instead} |")
+    return "\n".join(lines) + "\n"
+
+
+def in_words(name: str, keys: list[str]) -> str:
+    """A value that a message has: of a key the key, else what it is called."""
+    key = keys[int(name)] if name.isdigit() else name
+    return f"`{key}`" if key != name or "." in key else f"*{key}*"
+
+
 def tables(config_class: type) -> str:
     """A table for each group of keys: those with the same first part, under the same choice."""
     return "\n".join(table(key, list(group)) for key, group in groupby(entries(config_class), group_of))
@@ -98,10 +136,16 @@ def escaped(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 
+NAME = re.compile(r"{([\w.]+)}")
+KINDS = (CONFIGURATION, LAYOUT, TRAINING)
 PARTS = {
     "configuration.md": {"keys": lambda: tables(TrainConfig), "options": commands, "fixed": fixed},
     "metrics.md": {"metrics": metrics},
     "migration.md": {"migration": migration},
+    "reference/what_does_not_go_together.md": {
+        **{at: partial(lambda at: rules(rule for rule in every_rule() if rule.at == at), at) for at in KINDS},
+        "forms": lambda: rules(CLOSED_FORMS),
+    },
 }
 
 if __name__ == "__main__":

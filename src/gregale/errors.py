@@ -21,11 +21,15 @@ class UserError(ValueError):
 
 
 class Mistakes(UserError):
-    """All mistakes of a configuration, each a text with key, origin, problem and hint; `lines` has one for each."""
+    """All mistakes of a configuration; `lines` has one for each.
 
-    def __init__(self, found: Sequence[str]):
+    - `found`: texts with key, origin, problem and hint, or errors whose keys have no origin yet
+    """
+
+    def __init__(self, found: "Sequence[str | KeyedError]"):
         self.found = found
-        self.lines = found if len(found) == 1 else [f"{len(found)} mistakes:", *(f"  {each}" for each in found)]
+        several = [f"{len(found)} mistakes:", *(f"  {each}" for each in found)]
+        self.lines = several if len(found) > 1 else [str(each) for each in found]
         super().__init__(" ".join(line.strip() for line in self.lines))
 
 

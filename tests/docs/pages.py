@@ -1,7 +1,9 @@
 """The pages that a reader sees, and the fenced blocks in them."""
 
+import importlib.util
 import re
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -35,3 +37,13 @@ def commands(text: str) -> list[str]:
     for block in blocks(text, "bash", "console", "shell", "sh"):
         lines += [line.removeprefix("$ ") for line in block.replace("\\\n", " ").splitlines()]
     return [line.strip() for line in lines]
+
+
+def page_tables() -> ModuleType:
+    """The module that writes the tables of pages."""
+    spec = importlib.util.spec_from_file_location("page_tables", ROOT / "docs" / "hooks" / "tables.py")
+    assert spec is not None
+    assert spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found

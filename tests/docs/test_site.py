@@ -1,6 +1,5 @@
 """The site builds without a warning, has every key and every module, and fetches nothing from elsewhere."""
 
-import importlib.util
 import re
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from mkdocs.config import load_config
 from gregale.runs.config import TrainConfig
 from gregale.settings.decoding import counterparts, entries
 from gregale.tracking.metrics import METRICS
-from tests.docs.pages import ROOT
+from tests.docs.pages import ROOT, page_tables
 
 FETCHED = re.compile(
     r"""<(?:script|img|iframe)[^>]*\bsrc=["']?(?:https?:)?//|<link[^>]*stylesheet[^>]*href=["']?http"""
@@ -44,9 +43,7 @@ def test_the_whole_site_builds_and_has_every_module(tmp_path):
 
 
 def test_the_tables_of_pages_are_those_of_the_code():
-    spec = importlib.util.spec_from_file_location("page_tables", ROOT / "docs" / "hooks" / "tables.py")
-    tables = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tables)
+    tables = page_tables()
     for page in tables.PARTS:
         text = (ROOT / "docs" / page).read_text()
         assert tables.filled(page, text) == text, "run `python docs/hooks/tables.py`"

@@ -386,12 +386,6 @@ def test_experts_that_cannot_be_are_refused(experts, words):
         replace(SHARED, **experts)
 
 
-def test_a_pipeline_of_experts_that_lie_on_several_devices_is_refused():
-    changes = {"pipeline": PipelineConfig(microbatches=2), "mapping": EXCHANGED}
-    with pytest.raises(UserError, match=r"pipeline: mapping.compute.experts splits the experts"):
-        set_up_on(MeshConfig(stage=2, data=2), model_with(GROUPED), **changes)
-
-
 def test_inspection_has_the_loads_of_layers_with_experts():
     found = load_figures(np.array([[np.nan] * 4, [0.0, 0.0, 2.0, 2.0], [1.0, 1.0, 1.0, 1.0]]))
     assert found["expert_load_max"] == 2

@@ -10,13 +10,11 @@ import pytest
 from haliax import Axis
 
 from gregale.axes.parameters import names_of_arrays, trainable
-from gregale.errors import UserError
 from gregale.model.config import ExpertsConfig
 from gregale.model.llama import GemmaConfig, Llama, LlamaConfig
 from gregale.model.losses import losses_of
 from gregale.model.parametrisation import CompletePConfig, scaled
-from gregale.optim import AdamWConfig, ConstantSchedule, GroupConfig, LionConfig, MuonConfig, SgdConfig
-from gregale.runs.config import TrainConfig
+from gregale.optim import AdamWConfig, ConstantSchedule, GroupConfig, LionConfig, MuonConfig
 from tests.mesh.support import one_device, token_batch
 
 VOCABULARY = Axis("vocab", 16)
@@ -181,8 +179,3 @@ def test_a_step_changes_logits_alike_at_all_widths():
             changes[kind, width] = float(np.sqrt(np.mean(np.square(after - before))))
     assert 0.5 < changes["complete_p", 256] / changes["complete_p", 32] < 2, changes
     assert changes["standard", 256] / changes["standard", 32] > 4, changes
-
-
-def test_optimizers_without_such_rates_are_refused():
-    with pytest.raises(UserError, match=r"model\.parametrisation has the rates of adamw, .* but optimizer.type is sgd"):
-        TrainConfig("name", 1, model=LLAMA, optimizer=SgdConfig())

@@ -5,9 +5,7 @@ import sys
 import pytest
 
 from gregale.checkpoint.manifest import ExportConfig, folder_name
-from gregale.errors import KeyedError
 from gregale.programs.train.exports import Exports
-from gregale.runs.config import TrainConfig
 from gregale.runs.run_directory import RunDirectory
 
 # Waits for a file `go` in the run, and makes the folder; fails if there is a file `full`.
@@ -63,8 +61,3 @@ def test_a_failure_is_a_note(run, tmp_path):
     with Exports(run, said.append, ("/no such program",)) as exports:
         exports.begin(10, ExportConfig(every=10))
     assert "No such file or directory" in said[1]
-
-
-def test_exports_need_a_disk():
-    with pytest.raises(KeyedError, match=r"export\.every is 1, but the run is in a store"):
-        TrainConfig("a", 1, runs="s3://bucket/runs", export=ExportConfig(every=1))

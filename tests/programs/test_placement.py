@@ -86,17 +86,12 @@ def test_experts_that_cannot_be_exchanged_are_gathered():
     assert "; exchanged: model.experts.count is 12: " in line
     pipelined = {"mapping": AUTO, "pipeline": PipelineConfig(microbatches=2)}
     piped = small_setup((1, 2, 1, 2), 1, model={"experts": EXPERTS, "layers": 4}, others=pipelined)
-    assert "; exchanged: pipeline" in line_of(piped)
+    assert "; exchanged: mapping.compute.experts is data and pipeline is set" in line_of(piped)
     assert "as configured" in line_of(small_setup((1, 8, 1), model={"experts": EXPERTS}))
     assert experts_of(small_setup((1, 8, 1)), 257) is None
 
 
 def test_what_cannot_be_chosen_is_refused():
-    whole = MappingConfig(compute={"experts": "auto"}, params={"embed": None})
-    with pytest.raises(
-        UserError, match=r"mapping.compute.experts is auto, but mapping is not the default.*Set it to null"
-    ):
-        small_setup((1, 8, 1), model={"experts": EXPERTS}, others={"mapping": whole})
     with pytest.raises(UserError, match=r"mapping.compute.experts: no array has the axis experts"):
         small_setup((1, 8, 1), others={"mapping": AUTO})
     setup = small_setup((1, 8, 1), model={"experts": EXPERTS}, others={"mapping": AUTO})

@@ -114,12 +114,15 @@ def test_its_plan_is_the_compiled_program_and_names_what_it_lacks(folder, gregal
     assert logged(folder, "replica_bytes")[:2] == [sent, 2 * sent], "the method says what the compiled program sends"
     assert report["memory"]["peak"] > report["memory"]["parameters"] == sent
     assert (report["flops_per_token"], report["roofline"], report["methods"]) == (None, None, {})
-    assert "model.type is causal_mixer, which has no closed forms of memory and time" in report["notes"][0]
+    assert "model.type is causal_mixer: the closed forms of memory and time are for models" in report["notes"][0]
     assert "sync.type is gossip, which has no closed form of its traffic" in report["notes"][1]
     assert gregale("plan", "own.yaml") == 0
     assert "FLOPs of the model: unknown" in capsys.readouterr().out
     assert gregale("plan", "own.yaml", "--search") == 2
-    assert "search: model.type is causal_mixer, which has no closed forms" in capsys.readouterr().err
+    assert (
+        "search: model.type is causal_mixer: the closed forms of memory and time are for models"
+        in capsys.readouterr().err
+    )
 
 
 def test_the_plan_has_each_program_of_the_first_steps_of_a_method(gregale, capsys):

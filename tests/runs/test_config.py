@@ -7,7 +7,6 @@ import jax
 import pytest
 
 from gregale.checkpoint.files import arrays_by_name
-from gregale.checkpoint.manifest import CheckpointConfig
 from gregale.cli import PROGRAMS
 from gregale.codecs.codec import ReduceConfig
 from gregale.data.config import DataConfig
@@ -16,7 +15,6 @@ from gregale.data.tokenizers import BpeConfig
 from gregale.errors import KeyedError, UserError
 from gregale.islands.config import IslandsConfig
 from gregale.islands.protocol.settings import heal_seconds, timing_of
-from gregale.islands.section import IslandsSection
 from gregale.methods.config import DilocoConfig, SyncConfig
 from gregale.model.config import Llama3Scaling
 from gregale.model.llama import LlamaConfig
@@ -45,10 +43,6 @@ BASE = TrainConfig("a", 10)
             lambda: TrainConfig("a", 1, trackers=[TensorBoardConfig(), WandbConfig(), TensorBoardConfig()]),
             "trackers.2.type is tensorboard, and so is trackers.0.type; leave one of them out.",
         ),
-        (
-            lambda: TrainConfig("a", 1, checkpoint=CheckpointConfig("15m"), islands=IslandsSection(lockstep=True)),
-            "checkpoint.every is '15m', but with islands.lockstep all islands save after the same round.",
-        ),
         (lambda: DistributedConfig("a:1", 2, 2), "process is 2; the 2 processes have the numbers 0 to 1."),
         (lambda: DistributedConfig("here"), "coordinator is 'here'; it has to be HOST:PORT"),
     ],
@@ -60,17 +54,9 @@ def test_a_bad_value_names_its_key(make, message):
     assert str(caught.value).startswith(message)
 
 
-def test_an_evaluation_needs_text():
-    nothing = replace(BASE.data, held_out=0.0)
-    for asked, message in (
-        ({"evaluation": EvaluationConfig(every=5)}, "evaluation.every is 5, but there is no text to evaluate on"),
-        ({"evaluation": EvaluationConfig(bigram=True)}, "evaluation.bigram is true, but there is no text"),
-        ({"reduce": ReduceConfig(codec="int8", measure=True)}, "reduce.measure is true, but there is no text"),
-    ):
-        with pytest.raises(UserError, match=message):
-            replace(BASE, data=nothing, **asked)
-        replace(BASE, data=replace(nothing, validation={"news": TextSource()}), **asked)
-    replace(BASE, data=nothing)
+def test_text_for_validation_is_enough_to_evaluate_on():
+    text, asked = replace(BASE.data, held_out=0.0, validation={"news": TextSource()}), EvaluationConfig(5, bigram=True)
+    replace(BASE, data=text, evaluation=asked, reduce=ReduceConfig("int8", measure=True))
 
 
 def test_every_choice_comes_back_from_yaml(tmp_path):

@@ -4,22 +4,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from gregale.errors import KeyedError, UserError
+from gregale.errors import UserError
 from gregale.islands.config import IslandsConfig
 from gregale.runs.sections import JoiningCosts, Section
-from gregale.settings import shown
+from gregale.settings.rules import Rule
 
 if TYPE_CHECKING:
     from gregale.methods.config import MethodContext, Methods, SyncConfig
     from gregale.methods.method import Method
     from gregale.terminal import Console
 
+LOCKSTEP = "all islands save after the same round, not by time. Give a number of steps."
 NO_COORDINATOR = "planned:0"  # a plan connects to no coordinator
 
 
 @dataclass(frozen=True)
 class IslandsSection(IslandsConfig, Section):
     """The settings of an island; with `lighthouse` the run is one of a fleet."""
+
+    incompatible = (Rule("checkpoint.every & islands.lockstep", LOCKSTEP, "checkpoint.seconds"),)
 
     key: ClassVar[str] = "islands"
     joining_key: ClassVar[str] = "lighthouse"
@@ -31,11 +34,6 @@ class IslandsSection(IslandsConfig, Section):
         "an island: the network estimates are for one host and the codecs' bytes, with all islands as members; "
         "outer parameters and the outer optimizer are in host memory."
     )
-
-    def check(self, config: Any) -> None:
-        if self.lockstep and config.checkpoint.seconds is not None:
-            reason = ", but with islands.lockstep all islands save after the same round. Give a number of steps."
-            raise KeyedError("checkpoint.every", f"is {shown(config.checkpoint.every)}", reason)
 
     def check_alone(self) -> None:
         if self.joins:

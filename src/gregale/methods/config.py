@@ -8,7 +8,7 @@ import draccus
 import jax
 import optax
 
-from gregale.axes.layout import ISLAND, Layout, is_named
+from gregale.axes.layout import Layout, is_named
 from gregale.axes.parameters import layer_order, layers_axis, trainable
 from gregale.codecs.codec import ReduceConfig
 from gregale.errors import KeyedError, UserError, below
@@ -19,6 +19,7 @@ from gregale.methods.schedule import PATTERNS, Schedule
 from gregale.model.config import CompilerOptions
 from gregale.optim import ConstantSchedule, OptimizerConfig, SgdConfig
 from gregale.settings import Range, Settings, between, restated, setting, whole
+from gregale.settings.rules import LAYOUT, Rule
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,10 @@ OUTER = OuterConfig.of(_SGD)
 EVALUATED = ("outer", "average", "first_replica")
 
 BY_TOPIC = {"by_topic": True}  # of a key that the help has with its section alone
+DILOCO_ONLY = (
+    "DiLoCo alone joins islands. Choose sync.type diloco or streaming_diloco, or make them replicas (mesh.replica)."
+)
+EXACT_ONLY = "the method sends float32 only. Set reduce.codec and reduce.gather_codec to none."
 FEW_ROUNDS = 100  # between 60, where the plain average was better (docs/benchmarks.md), and the papers' hundreds
 
 
@@ -139,16 +144,12 @@ class SyncConfig(Settings, draccus.ChoiceRegistry):
 class PsdpConfig(SyncConfig):
     """Gradients are averaged over replicas once a step; the optimizer runs on shards."""
 
+    incompatible = (Rule("mesh.island & sync.type", DILOCO_ONLY, at=LAYOUT),)
+
     def compared(self) -> "dict[str, DilocoConfig | None]":
         return {"psdp": None}
 
     def build(self, parts: MethodContext) -> Methods:
-        islands, kind = parts.layout.mesh.shape[ISLAND], self.get_choice_name(type(self))
-        if islands > 1:
-            raise UserError(
-                f"mesh.island is {islands}, but sync.type is {kind!r}: islands are joined by DiLoCo only. Choose "
-                f"sync.type diloco or streaming_diloco, or make the islands replicas (mesh.replica)."
-            )
         psdp = replace(parts.psdp_on(parts.layout), reduce=parts.reduce)
         return Methods(psdp, psdp)
 
@@ -156,6 +157,8 @@ class PsdpConfig(SyncConfig):
 @dataclass(frozen=True)
 class MixingConfig(SyncConfig):
     """The base of choices whose replicas train separately and mix their parameters (`gregale.methods.diloco`)."""
+
+    incompatible = (Rule("sync.type & reduce.codec & reduce.gather_codec", EXACT_ONLY, "reduce.quantised"),)
 
     def mixing_method(self, inner: Psdp, layout: Layout) -> Mixing:
         """Return the method.
@@ -166,12 +169,6 @@ class MixingConfig(SyncConfig):
         raise TypeError(f"{type(self).__name__} has no method of its own; choose one by its type")
 
     def build(self, parts: MethodContext) -> Methods:
-        if parts.reduce.quantised:
-            kind = self.get_choice_name(type(self))
-            raise UserError(
-                f"reduce.codec is {parts.reduce.codec!r}, but sync.type {kind} sends float32 only. Set reduce.codec "
-                "and reduce.gather_codec to none."
-            )
         layout = parts.layout
         inner = parts.psdp_on(layout.inside(sync_axis(layout)))
         method = self.mixing_method(inner, layout)

@@ -9,7 +9,7 @@ from gregale.axes.mapping import MappingConfig
 from gregale.checkpoint.manifest import CheckpointConfig, ExportConfig
 from gregale.codecs.codec import ReduceConfig
 from gregale.communication.pipeline import PipelineConfig
-from gregale.data.config import SOURCES, VALIDATION, DataConfig
+from gregale.data.config import DataConfig
 from gregale.distributed.config import AUTO, DistributedConfig
 from gregale.errors import KeyedError, UserError, below
 from gregale.methods.config import PsdpConfig, SyncConfig
@@ -18,6 +18,7 @@ from gregale.model.config import SHAPE, AdapterConfig, ComputeConfig
 from gregale.model.llama import LlamaConfig, ModelConfig
 from gregale.objectives import NextTokenConfig, ObjectiveConfig
 from gregale.optim.config import AdamWConfig, Optimizer, OptimizerConfig
+from gregale.runs.rules import check
 from gregale.runs.sections import REGISTERED, Section, with_sections
 from gregale.runs.stages import Stage, number_after, stages_of
 from gregale.settings import Fixed, Settings, at_least, check_name, check_path, setting, shown, whole
@@ -200,24 +201,8 @@ class TrainConfig(Settings):
                 f"; it names a directory, so it has at most {MAX_NAME_BYTES}.",
             )
         check_each_once(self.trackers)
-        if self.adapter is not None:
-            self._check_adapter(self.adapter)
-        self._check_objective()
-        self._check_evaluation()
-        if self.model.scalings:
-            self._check_scalings()
-        for section in self.sections.values():
-            section.check(self)
-        if self.export.every is not None and is_url(self.runs):
-            reason = ", but the run is in a store. Leave it out: `gregale export` writes a checkpoint to a disk."
-            raise KeyedError("export.every", f"is {self.export.every}", reason)
-        needs = {each.config.objective.needs_reference for each in self.each_stage}  # rejects invalid stages
-        if self.adapter is None and len(needs) > 1:
-            raise UserError(
-                "stages: only some have an objective with a reference, which is the model before the run's first step "
-                "and is kept for all stages. Make the others a run of their own, and name the first run in start_from "
-                "of the second."
-            )
+        check(self)
+        _ = self.each_stage  # rejects invalid ones
 
     @property
     def sections(self) -> dict[str, Section]:
@@ -258,83 +243,3 @@ class TrainConfig(Settings):
         with below("optimizer"):
             # A plugin's optimizer may have a `build` without scalings.
             return self.optimizer.build(parameters, self.steps, layout, **({"scalings": scalings} if scalings else {}))
-
-    def _check_scalings(self) -> None:
-        """Raise `UserError` for an optimizer, or for weights, whose rates the model's parametrisation does not have."""
-        if not self.optimizer.scales_rates:
-            kind = self.optimizer.get_choice_name(type(self.optimizer))
-            raise UserError(
-                f"model.parametrisation has the rates of adamw, lion and muon by the model's size, but optimizer.type "
-                f"is {kind}. Choose one of these, or leave model.parametrisation out."
-            )
-        if self.adapter is not None:
-            raise UserError(
-                "adapter and model.parametrisation exclude one another: the rates are those of whole weights. Leave "
-                "model.parametrisation out."
-            )
-
-    def _check_adapter(self, adapter: AdapterConfig) -> None:
-        """Raise `UserError` if there is nothing to adapt, or if the run computes without adapters."""
-        if self.start_from is None:
-            raise UserError("adapter needs a model to adapt: set start_from to a run, or to an imported model.")
-        if self.model.experts is not None and self.model.experts.balance.bias and self.model.experts.balance.bias_rate:
-            raise UserError("adapter: biases of experts are frozen; set model.experts.balance.bias_rate to 0.")
-        of_experts = adapter.expert_targets
-        for key, found, works in (
-            ("adapter.dropout", adapter.dropout, 0),
-            ("compute.matmul", self.compute.matmul, "dtype"),
-        ):
-            if of_experts and found != works:
-                raise UserError(
-                    f"adapter.targets has expert_{of_experts[0]}, a matrix of each expert, and {key} is {found}; "
-                    f"beside adapters of experts it has to be {works}. Other targets have no such limit."
-                )
-        base = adapter.base
-        for key, value, instead in (("gather", "per_step", "per_layer"), ("remat", "none", "full")):
-            if base != "dtype" and getattr(self.compute, key) == value and not (key == "remat" and self.pipeline):
-                raise UserError(
-                    f"adapter.base is {base}, and compute.{key} {value} keeps the weights of all layers in "
-                    f"{self.compute.dtype} during a step. Set compute.{key} to {instead}, or adapter.base to dtype."
-                )
-
-    def _check_objective(self) -> None:
-        """Raise `UserError` if the objective lacks pairs or a reference, or the run computes something else."""
-        objective, together = self.objective, self.objective.rows_together
-        kind = objective.get_choice_name(type(objective))
-        if objective.needs_reference and self.start_from is None:
-            raise UserError(
-                f"objective.type {kind} compares the model with the one before the first step, which is read again at "
-                "a resume. Set start_from to the run, or the imported model, to tune."
-            )
-        for group in (SOURCES, VALIDATION):
-            for name, source in getattr(self.data, group).items():
-                if source.rows_together != together:
-                    found = "has no pairs" if together > 1 else "has pairs"
-                    advice = (
-                        "give sources of type chat with form: pairs" if together > 1 else "set objective.type to dpo"
-                    )
-                    raise UserError(f"data.{group}.{name} {found}, but objective.type is {kind}; {advice}.")
-        if objective.is_models_own:
-            return
-        keys = {
-            "pipeline": self.pipeline is not None,
-            "evaluation.by_position": self.evaluation.by_position,
-            "evaluation.bigram": self.evaluation.bigram,
-        }
-        if found := [key for key, is_set in keys.items() if is_set]:
-            raise UserError(
-                f"{found[0]} is for the loss of the next token, but objective.type is {kind}. Leave it out."
-            )
-
-    def _check_evaluation(self) -> None:
-        """Raise `UserError` if an evaluation lacks text."""
-        evaluation, asked = self.evaluation, ""
-        if evaluation.every is not None and not evaluation.tasks:
-            asked = f"evaluation.every is {evaluation.every}"
-        elif evaluation.bigram or self.reduce.measure:
-            asked = f"{'evaluation.bigram' if evaluation.bigram else 'reduce.measure'} is true"
-        if asked and not self.data.evaluates:
-            raise UserError(
-                f"{asked}, but there is no text to evaluate on: data.held_out is 0 and data.validation is empty. Hold "
-                f"out a part of the sources (data.held_out 0.02), name other text in data.validation, or leave it out."
-            )

@@ -75,9 +75,6 @@ class Section(Settings):
         """Whether it joins the run with others over a network: each has its own mesh and makes its own steps."""
         return bool(self.joining_key) and vars(self)[self.joining_key] is not None
 
-    def check(self, config: Any) -> None:
-        """Raise `KeyedError` if other sections of the configuration contradict it."""
-
     def check_alone(self) -> None:
         """Raise `UserError` if `gregale train` cannot train the run."""
 

@@ -175,6 +175,13 @@ def changed(config: Any, given: Mapping[str, Any], key: str) -> Any:
     if fixed:
         named = "; ".join(f"{change} ({change.fixed.why})" for change in fixed if change.fixed)
         raise KeyedError(key, "has a change", f" that a run cannot make: {named}.")
+    if found.adapter is None and found.objective.needs_reference != config.objective.needs_reference:
+        raise KeyedError(
+            f"{key}.objective",
+            "is another",
+            ": only some stages have an objective with a reference, which is the model before the run's first step. "
+            "Make the others a run of their own, and name the first run in start_from of the second.",
+        )
     if found.data.tokenizer.trained and found.data.sources.keys() != config.data.sources.keys():
         raise KeyedError(
             f"{key}.data.sources",

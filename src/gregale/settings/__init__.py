@@ -111,9 +111,11 @@ class Settings:
 
     - `left_out`: the keys that a file or a command line has given no value, and `type` if it has given none; nothing
       of an object that Python code has made
+    - `incompatible`: rules between this section and other settings, see `gregale.settings.rules.Rule`
     """
 
     left_out: ClassVar[frozenset[str]] = frozenset()
+    incompatible: ClassVar[tuple[Any, ...]] = ()
 
     def __post_init__(self):
         check(self)

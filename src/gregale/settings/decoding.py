@@ -432,7 +432,7 @@ class Decoder:
             try:
                 values[name] = self.decode(kind, raw, join(key, name), default)
             except UserError as error:
-                mistakes += error.found if isinstance(error, Mistakes) else [str(error)]
+                mistakes += map(str, error.found if isinstance(error, Mistakes) else [error])
         if owner is not None:
             mistakes += [self._invalid(key, error) for error in invalid_values(owner, values)]
         if mistakes:
@@ -457,13 +457,16 @@ class Decoder:
         values = self._parts(key, parts, kind, mistakes)
         try:
             decoded = kind(**values) if base is REQUIRED else replace(base, **values)
-        except KeyedError as error:
-            raise Mistakes([self._invalid(key, error)]) from None
+        except (KeyedError, Mistakes) as error:
+            every = error.found if isinstance(error, Mistakes) else [error]
+            raise Mistakes([self._invalid(key, each) for each in every]) from None
         if isinstance(decoded, Settings):
             object.__setattr__(decoded, "left_out", frozenset({TYPE, *defaults} - names))  # it is frozen
         return decoded
 
-    def _invalid(self, key: str, error: KeyedError) -> str:
+    def _invalid(self, key: str, error: str | KeyedError) -> str:
+        if isinstance(error, str):
+            return error
         wrong = join(key, error.key)
         return f"{wrong} {error.found}{self._at(wrong)}{error.rest}"
 

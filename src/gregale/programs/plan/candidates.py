@@ -25,9 +25,10 @@ from gregale.programs.plan.devices import Target
 from gregale.programs.plan.estimates import closed_form_seconds, estimate, has_closed_forms, step_shape, tree_bytes
 from gregale.programs.plan.step import Plan
 from gregale.programs.runtime.expert_parallelism import set_up
-from gregale.programs.runtime.run_layout import check_pipeline
 from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import TrainConfig
+from gregale.runs.rules import check
+from gregale.settings.rules import LAYOUT
 
 MESH_AXES = ("stage", "context", "data", "model")  # inside a replica
 MICROBATCHES, UNROLL = "batch.microbatches", "compute.unroll"
@@ -218,7 +219,7 @@ def changed_setup(setup: Setup, candidate: Candidate) -> Setup:
     """Return a setup with a candidate's settings, on the same mesh; raise `UserError` if they are impossible."""
     config = candidate.of(setup.config)
     execution(config.compute, setup.layout, config.model)
-    check_pipeline(config, setup.layout, _rows(setup) // config.batch.microbatches)
+    check(config, setup.layout, LAYOUT)
     return replace(setup, config=config)
 
 

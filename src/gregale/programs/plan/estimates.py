@@ -40,6 +40,7 @@ from gregale.model.config import DTYPES
 from gregale.model.execution import execution
 from gregale.programs.plan.devices import Target
 from gregale.programs.runtime.setup import Setup
+from gregale.runs.rules import lacking
 from gregale.training.compiler import compiler_options, sums_behind
 
 INTEGERS = ("tokens", "targets", "segment_ids", "positions")
@@ -75,7 +76,7 @@ def parameter_shape(setup: Setup, method: Method | None = None) -> ParameterShap
 
 def has_closed_forms(setup: Setup) -> bool:
     """Return whether there are closed forms of the model's memory, time and traffic inside a replica."""
-    return lacking(setup) is None
+    return lacking(setup.config) is None
 
 
 def frozen_shapes(setup: Setup) -> dict[str, Any]:
@@ -105,8 +106,8 @@ def step_shape(setup: Setup, method: Method | None = None) -> StepShape:
         UserError: the model has no closed forms, see `has_closed_forms`.
     """
     config, sizes = setup.config, setup.config.model.closed_form_sizes()
-    if sizes is None or (reason := lacking(setup)) is not None:
-        raise UserError(f"{reason}.")
+    if sizes is None or (reason := lacking(config)) is not None:
+        raise UserError(reason)
     compute = config.compute
     run = execution(compute, setup.layout, config.model)
     options = compiler_options(compute.compiler_options, setup.layout.mesh, config.model.experts is not None)
@@ -129,22 +130,6 @@ def step_shape(setup: Setup, method: Method | None = None) -> StepShape:
         matmul=compute.matmul,
         fuses_logits=run.fused_logits and setup.layout.mesh.shape[MODEL] == 1,
     )
-
-
-def lacking(setup: Setup) -> str | None:
-    """Return the sentence, without its stop, about the closed forms that a run lacks; None: it lacks none."""
-    config = setup.config
-    if not config.objective.has_closed_forms:
-        kind = config.objective.get_choice_name(type(config.objective))
-        return f"objective.type is {kind}, and the closed forms of memory and time are for next_token and dpo"
-    if config.adapter is not None and config.adapter.expert_targets:
-        return "adapter.targets has matrices of experts, which the closed forms of memory and time are not for"
-    if not config.mapping.has_closed_forms:
-        return "mapping is not the default (experts aside), which the closed forms of memory and time are for"
-    if config.model.closed_form_sizes() is not None:
-        return None
-    kind = config.model.get_choice_name(type(config.model))
-    return f"model.type is {kind}, which has no closed forms of memory and time (closed_form_sizes)"
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ from gregale.programs.plan.estimates import (
     estimate,
     frozen_shapes,
     has_closed_forms,
-    lacking,
     optimizer_note,
     parameter_shape,
     step_shape,
@@ -35,6 +34,7 @@ from gregale.programs.plan.step import MEMORY, STEP, Plan, Program
 from gregale.programs.runtime.expert_parallelism import choice_of, in_places
 from gregale.programs.runtime.parameter_groups import parameter_groups
 from gregale.programs.runtime.setup import Setup
+from gregale.runs.rules import lacking
 from gregale.runs.sections import JoiningCosts, section_classes
 from gregale.timeline import GRID_GBIT_PER_SECOND, Cadence, Ring, Workload, needed_bandwidths, run_method
 
@@ -260,8 +260,8 @@ def notes_of(plan: Plan, programs: dict[str, dict[str, Any]]) -> list[str]:
     notes, shape = [], parameter_shape(plan.setup)
     if not has_closed_forms(plan.setup):
         notes.append(
-            f"{lacking(plan.setup)}: there are no FLOPs, roofline, remedies and comparison of methods. All else is "
-            "from the compiled program."
+            f"{lacking(plan.setup.config)} So there are no FLOPs, roofline, remedies and comparison of methods. All "
+            "else is from the compiled program."
         )
     if (note := base_note(plan.setup)) is not None:
         notes.append(note)

@@ -26,12 +26,13 @@ from gregale.programs.plan.candidates import (
     setups,
 )
 from gregale.programs.plan.devices import Target
-from gregale.programs.plan.estimates import devices_of_a_replica, has_closed_forms, lacking
+from gregale.programs.plan.estimates import devices_of_a_replica, has_closed_forms
 from gregale.programs.plan.report import joining_costs, link_bytes_per_second, memory_of
 from gregale.programs.plan.step import MEMORY, Plan, plan_step, scheduled_seconds, setup_for
 from gregale.programs.plan.text import size
 from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import TrainConfig
+from gregale.runs.rules import lacking
 
 ENOUGH = 3  # candidates that fit, by the compiler
 MAX_COMPILED = 8
@@ -86,7 +87,7 @@ def search(config: TrainConfig, tokens: int, target: Target, options: SearchOpti
     """
     setup = setup_for(config, tokens, target)
     if not has_closed_forms(setup):
-        raise UserError(f"search: {lacking(setup)}, so a search has nothing to start from.")
+        raise UserError(f"search: {lacking(config)} So a search has nothing to start from.")
     if config.mapping.leaves_experts_open:
         raise UserError(
             "search: mapping.compute.experts is auto, which may differ between candidates. Search with null, which "

@@ -54,9 +54,11 @@ from gregale.programs.plan.estimates import (
     tree_bytes,
 )
 from gregale.programs.runtime.expert_parallelism import set_up
-from gregale.programs.runtime.setup import Setup, check_replicas
+from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import dump
+from gregale.runs.rules import check
+from gregale.settings.rules import TRAINING
 from gregale.training.state import abstract_state
 
 # Suffixes of the files that the TPU compiler writes with `DUMPED`, in this order; then it generates code.
@@ -439,7 +441,7 @@ def setup_for(config: TrainConfig, tokens: int, target: Target) -> Setup:
     """Return the setup of a configuration for the target. Raises `UserError` as `plan_step`."""
     config = for_accelerators(config, target)
     setup = set_up(config, tokens, make_mesh(config.mesh, target.devices))
-    check_replicas(config, setup.layout)
+    check(config, setup.layout, TRAINING)
     return setup
 
 

@@ -52,11 +52,7 @@ class Choice:
 
 
 def choice_of(gathered: Setup, exchanged: Setup | UserError) -> Choice:
-    """Return the choice between two setups; raise `UserError` if the model or the mapping has no closed forms."""
-    if not estimates.has_closed_forms(gathered):
-        raise UserError(
-            f"mapping.compute.experts is auto, but {estimates.lacking(gathered)}. Set it to null (gathered) or to data."
-        )
+    """Return the choice between two setups."""
     target = target_of(gathered.layout.mesh)
 
     def figures(setup: Setup) -> Figures:

@@ -1,6 +1,5 @@
 """Provides the layout of a run, with the checks of its mesh and mappings against model, batch and pipeline."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from math import lcm, prod
 
@@ -14,7 +13,6 @@ from gregale.axes.layout import (
     ISLAND,
     LORA_RANK,
     POSITION,
-    REPLICA,
     Layout,
     check_divides,
     check_used,
@@ -23,16 +21,16 @@ from gregale.axes.layout import (
 )
 from gregale.axes.mapping import check_arrays, check_mapping, mapped_layout
 from gregale.axes.parameters import QuantisedWeight, is_quantised
-from gregale.communication.reduce import further_splits, rows_per_part
-from gregale.errors import UserError, multiples_near
+from gregale.errors import UserError
 from gregale.runs.config import TrainConfig
+from gregale.runs.rules import check
+from gregale.settings.rules import LAYOUT
 
 
 def checked_layout(config: TrainConfig, mesh: Mesh, Vocab: Axis) -> Layout:
     """Return the layout of a run; raise `UserError` for sizes that the mesh does not divide, before any compilation."""
     layout = with_rank(mapped_layout(mesh, config.mapping), config)
     check_mapping(config.mapping, layout)
-    check_messages(config, layout)
     batch = config.batch
     check_divides(
         layout,
@@ -46,10 +44,7 @@ def checked_layout(config: TrainConfig, mesh: Mesh, Vocab: Axis) -> Layout:
             ),
         },
     )
-    check_context(config, layout)
-    rows = rows_per_part(batch.size, layout, batch.microbatches)
-    check_together(config, rows)
-    check_pipeline(config, layout, rows)
+    check(config, layout, LAYOUT)
     return layout
 
 
@@ -62,18 +57,6 @@ def rows_multiple(config: TrainConfig, mesh: Mesh) -> int:
     return parts * lcm(config.objective.rows_together, columns)
 
 
-def check_together(config: TrainConfig, rows: int) -> None:
-    """Raise `UserError` if rows that belong together would be in two parts; `rows`: of a microbatch on a device."""
-    together, size = config.objective.rows_together, config.batch.size
-    if rows % together:
-        kind = config.objective.get_choice_name(type(config.objective))
-        raise UserError(
-            f"batch.size is {size}: each of {config.batch.microbatches} microbatches has {rows} rows on a device, and "
-            f"objective.type {kind} needs a multiple of {together}, because a pair is {together} rows. batch.size "
-            f"{multiples_near(size, size // rows * together)} would work, or fewer microbatches."
-        )
-
-
 def with_rank(layout: Layout, config: TrainConfig) -> Layout:
     """Return the layout in which `lora_rank` lies like `embed`, if its devices divide it: it splits factors too."""
     if config.adapter is None or LORA_RANK in layout.params:
@@ -83,56 +66,6 @@ def with_rank(layout: Layout, config: TrainConfig) -> Layout:
         return layout
     own = {"params": {**layout.params, LORA_RANK: params}, "opt_state": {**layout.opt_state, LORA_RANK: finest}}
     return replace(layout, **own)
-
-
-def check_messages(config: TrainConfig, layout: Layout) -> None:
-    """Raise `UserError` if messages are of values that `opt_state` splits more than once further than `params`."""
-    if not config.reduce.quantised and not config.fleet.joins:
-        return
-    for name in layout.opt_state:
-        (further,) = further_splits((name,), layout)
-        if more := [axis for axis in further if axis != REPLICA and layout.mesh.shape[axis] > 1]:
-            raise UserError(
-                f"mapping.opt_state.{name} splits {name} over {more[0]}, which mapping.params does not: messages of "
-                f"{config.fleet.key or 'reduce.codec'} are a replica's part of a shard of "
-                f"`params`. Split {name} over {more[0]} in params too, or leave it out of opt_state."
-            )
-
-
-def check_pipeline(config: TrainConfig, layout: Layout, rows: int) -> None:
-    """Raise `UserError` if stages, layers and rows do not divide as the pipeline requires.
-
-    `rows`: rows of one of `batch.microbatches` on one device
-    """
-    stages = layout.mesh.shape["stage"]
-    if config.pipeline is None:
-        if stages > 1:
-            raise UserError(
-                f"mesh.stage is {stages}, but there is no `pipeline`, so nothing would run in stages. Give one "
-                "(`pipeline: {repeats: 1}`). Set mesh.stage to 1 to give the devices to another axis."
-            )
-        return
-    for mapping in (config.mapping.compute, config.mapping.params, config.mapping.opt_state):
-        if own := [name for name in (BATCH, EMBED) if name in mapping]:
-            raise UserError(
-                f"mapping has {own[0]} of its own, but there is a pipeline, whose stages pass rows on in the default "
-                "order of `batch` and `embed`. Leave these two out of mapping, or remove the pipeline."
-            )
-    schedule = config.pipeline.schedule(stages)
-    if config.model.layers is not None:
-        schedule.layers_per_stage(config.model.layers)
-    if config.compute.gather == "per_step":
-        raise UserError(
-            "compute.gather is per_step, but a pipeline has its own window of gathered weights. Use compute.gather "
-            "per_layer, and pipeline.gather once to gather all layers before the first iteration."
-        )
-    parts, size = schedule.columns, config.batch.size
-    if rows % parts:
-        raise UserError(
-            f"batch.size is {size}: each of {config.batch.microbatches} microbatches has {rows} rows on a device, "
-            f"which pipeline.microbatches {schedule.microbatches} / mesh.stage {stages} = {parts} does not divide. "
-            f"batch.size {-(-rows // parts) * parts * size // rows} would work, or another pipeline.microbatches."
-        )
 
 
 def check_axes(config: TrainConfig, layout: Layout, model) -> None:
@@ -165,35 +98,3 @@ def check_blocks(layout: Layout, weight: QuantisedWeight) -> None:
             f"{blocks} / {devices} = {blocks / devices:.4g} is not a whole number. Use fewer devices along these axes, "
             "or adapter.base dtype."
         )
-
-
-def check_context(config: TrainConfig, layout: Layout) -> None:
-    """Raise `UserError` for a run whose sequences cannot be split over `mesh.context`."""
-    devices, model = layout.context, config.model
-    if devices == 1:
-        return
-    _check_lengths("batch.sequence_length", [config.batch.sequence_length], devices)
-    _check_lengths("evaluation.sequence_lengths", config.evaluation.sequence_lengths, devices)
-    if not model.splits_positions:
-        kind = model.get_choice_name(type(model))
-        reason = f"model.type is {kind}, whose loss does not know the order of split positions (splits_positions)"
-    elif config.pipeline is not None:
-        reason = "there is a pipeline, whose stages hold whole sequences"
-    else:
-        return
-    raise UserError(
-        f"mesh.context is {devices}, but {reason}. Set mesh.context to 1; to save memory, give its devices to "
-        "mesh.data or mesh.model."
-    )
-
-
-def _check_lengths(key: str, lengths: Sequence[int], devices: int) -> None:
-    """Raise `UserError` for a length, in tokens, that the devices' chunks do not divide."""
-    chunks = 2 * devices
-    for length in lengths:
-        if length % chunks:
-            raise UserError(
-                f"{key} is {length}: mesh.context {devices} cuts a sequence into 2 x {devices} = {chunks} chunks, and "
-                f"{length} / {chunks} = {length / chunks:.4g} is not a whole number of tokens. {key} "
-                f"{multiples_near(length, chunks)} would work."
-            )

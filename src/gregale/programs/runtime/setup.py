@@ -11,7 +11,7 @@ import numpy as np
 from haliax import Axis
 from jax.sharding import Mesh
 
-from gregale.axes.layout import BATCH, EXPERTS, POSITION, Device, Layout
+from gregale.axes.layout import BATCH, POSITION, Device, Layout
 from gregale.axes.parameters import buffers_of, layer_order, parameter_count, with_arrays
 from gregale.communication.pipeline import Schedule, pipelined_execution
 from gregale.errors import UserError, plugin_errors
@@ -248,36 +248,10 @@ def check_parameters(model) -> None:
         )
 
 
-def check_replicas(config: TrainConfig, layout: Layout) -> None:
-    """Raise `UserError` if the number of replicas differs from the number of `data.replica_mixtures`."""
-    mixtures = len(config.data.replica_mixtures)
-    if not mixtures:
-        return
-    axis = config.sync.separate_axis(layout)
-    if axis is None:
-        raise UserError(
-            "data.replica_mixtures gives each replica its own text, but sync.type is "
-            f"{config.sync.get_choice_name(type(config.sync))!r}: all replicas make every step together, so it would "
-            "be one mixture. Use sync.type diloco or streaming_diloco, or give the sources their weights "
-            "(data.sources.<name>.weight)."
-        )
-    replicas = layout.mesh.shape[axis]
-    if mixtures != replicas:
-        raise UserError(
-            f"data.replica_mixtures has {mixtures} mixtures, but mesh.{axis} is {replicas}, and that many "
-            f"replicas train separately. Give {replicas} mixtures, or set mesh.{axis} to {mixtures}."
-        )
-
-
 def psdp_on(config: TrainConfig, model, callbacks: Sequence[Callback], layout: Layout) -> Psdp:
     """Return the PSDP method of a configuration on a layout, the full layout or that of one replica."""
     run = execution(config.compute, layout, config.model)
     if config.pipeline is not None:
-        if layout.mesh_axes((EXPERTS,), layout.compute):
-            raise UserError(
-                "pipeline: mapping.compute.experts splits the experts, and a stage has the experts of its layers "
-                "gathered. Remove mapping.compute.experts, or pipeline and mesh.stage."
-            )
         run = pipelined_execution(config.pipeline, run)
     per_step = config.compute.gather == "per_step"
     first = first_layers(config, model, layout)

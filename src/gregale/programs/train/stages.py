@@ -21,10 +21,12 @@ from gregale.methods.method import Method
 from gregale.programs.plan.estimates import abstract_batch
 from gregale.programs.runtime.evaluation import Evaluator, evaluation_text
 from gregale.programs.runtime.expert_parallelism import set_up
-from gregale.programs.runtime.setup import Setup, check_replicas
+from gregale.programs.runtime.setup import Setup
 from gregale.programs.train.step_log import is_due
 from gregale.runs.config import TrainConfig
 from gregale.runs.process_agreement import agree_on_text
+from gregale.runs.rules import check
+from gregale.settings.rules import TRAINING
 from gregale.tracking.trackers import check_installed
 from gregale.training.state import Stepper, abstract_state
 
@@ -115,7 +117,7 @@ def check_stages(config: TrainConfig) -> list[Setup]:
 def stage_setup(config: TrainConfig, tokens: int) -> Setup:
     setup = set_up(config, tokens, make_mesh(config.mesh, jax.devices()[: config.cpu_devices]))
     if not config.fleet.joins:
-        check_replicas(config, setup.layout)
+        check(config, setup.layout, TRAINING)
     return setup
 
 
