@@ -21,8 +21,7 @@ import numpy as np
 
 from benchmarks.latency import delayed
 from gregale.islands.transport.server import Server
-from gregale.islands.transport.snapshot_store import ServedArray, Snapshot
-from gregale.islands.transport.transfer import Fetcher
+from gregale.islands.transport.transfer import Fetcher, ServedArray, Snapshot
 from tests.namespaces import bits_per_second, rate_limited
 
 TOKEN = b"a benchmark's token"

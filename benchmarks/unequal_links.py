@@ -26,7 +26,7 @@ from benchmarks.latency import delayed
 from gregale.codecs.codec import ReduceConfig
 from gregale.communication.quantised import rows_of
 from gregale.islands.network_reducer import NetworkReducer
-from gregale.islands.protocol.split import parts
+from gregale.islands.protocol.decision import parts
 from gregale.islands.transport.group import Group
 from gregale.islands.transport.link_rate import LinkRate
 from gregale.islands.transport.server import Server

@@ -26,7 +26,7 @@ from jax.flatten_util import ravel_pytree
 
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.member import Member
-from gregale.islands.protocol.settings import LAN
+from gregale.islands.protocol.messages import LAN
 from gregale.islands.trainer_command import ApplyRound, LoadOuterState
 from gregale.methods.schedule import Schedule
 from tests.islands.simulator.speeds import Observed

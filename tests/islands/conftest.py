@@ -2,7 +2,7 @@
 
 import pytest
 
-from gregale.islands.protocol.headers import Generation, Header
+from gregale.islands.protocol.messages import Generation, Header
 from gregale.islands.transport import server
 
 LINE = Generation(1, "line")

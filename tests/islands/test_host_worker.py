@@ -7,7 +7,7 @@ import pytest
 from gregale.islands.driver import newest
 from gregale.islands.hosts import FetchedState, HostGroup, HostWorker, Timeouts
 from gregale.islands.outer import HostOuter
-from gregale.islands.protocol.headers import Generation, OuterRecord, Peer, seed
+from gregale.islands.protocol.messages import Generation, OuterRecord, Peer, seed
 from gregale.islands.transport.server import Server
 from gregale.islands.transport.transfer import TransferFailed
 from gregale.methods.schedule import Schedule

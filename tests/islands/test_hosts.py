@@ -25,8 +25,7 @@ from gregale.islands.hosts import (
     joint_digest,
 )
 from gregale.islands.outer import OuterView
-from gregale.islands.protocol.headers import Peer, seed
-from gregale.islands.protocol.messages import Reduce
+from gregale.islands.protocol.messages import Peer, Reduce, seed
 from gregale.islands.state import InnerOptimizerState
 from gregale.islands.trainer_command import (
     ApplyRound,

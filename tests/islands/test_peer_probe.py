@@ -4,7 +4,7 @@ import socket
 import threading
 
 from gregale.islands.driver import PeerProbe, dead_peers
-from gregale.islands.protocol.headers import Peer
+from gregale.islands.protocol.messages import Peer
 from gregale.islands.transport.server import Server
 
 TOKEN = b"a token of the fleet"

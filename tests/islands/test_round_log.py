@@ -7,7 +7,7 @@ import pytest
 
 from gregale.islands import driver
 from gregale.islands.driver import RoundLog
-from gregale.islands.protocol.headers import seed
+from gregale.islands.protocol.messages import seed
 from gregale.islands.transport.group import Count
 
 

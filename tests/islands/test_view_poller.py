@@ -9,8 +9,7 @@ from queue import Queue
 import pytest
 
 from gregale.islands.driver import ViewPoller
-from gregale.islands.protocol.headers import View
-from gregale.islands.protocol.settings import LAN
+from gregale.islands.protocol.messages import LAN, View
 from gregale.islands.transport.coordinator import CoordinatorClient
 from gregale.islands.transport.lighthouse import Lighthouse
 

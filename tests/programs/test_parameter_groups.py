@@ -5,7 +5,7 @@ import io
 from gregale.model.parametrisation import CompletePConfig
 from gregale.optim import AdamWConfig, GroupConfig, MuonConfig
 from gregale.programs.plan.text import _parameter_groups
-from gregale.programs.runtime.parameter_groups import parameter_groups, rules_of
+from gregale.programs.runtime.setup import parameter_groups, rules_of
 from gregale.terminal import Console
 from tests.audit.steps import small_setup
 

@@ -14,7 +14,7 @@ from gregale.data.sources import TextSource
 from gregale.data.tokenizers import BpeConfig
 from gregale.errors import KeyedError, UserError
 from gregale.islands.config import IslandsConfig
-from gregale.islands.protocol.settings import heal_seconds, timing_of
+from gregale.islands.protocol.messages import heal_seconds, timing_of
 from gregale.methods.config import DilocoConfig, SyncConfig
 from gregale.model.config import Llama3Scaling
 from gregale.model.llama import LlamaConfig

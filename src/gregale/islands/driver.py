@@ -21,13 +21,22 @@ from gregale.errors import UserError
 from gregale.islands import trainer_command as commands
 from gregale.islands.hosts import COPY_SECONDS, FetchedState, HostGroup, NotFinite, OuterSnapshot, Recovery
 from gregale.islands.protocol import messages as protocol
-from gregale.islands.protocol.headers import NO_ROUND, Header, OuterRecord, Peer, View
+from gregale.islands.protocol.decision import distances
 from gregale.islands.protocol.member import Member
+from gregale.islands.protocol.messages import (
+    NO_ROUND,
+    Columns,
+    GarbageError,
+    Header,
+    OuterRecord,
+    Peer,
+    View,
+    decode_all,
+    unpack,
+)
 from gregale.islands.protocol.running_time import RunningTime
-from gregale.islands.protocol.spread import distances
 from gregale.islands.protocol.stalls import Stalls
 from gregale.islands.protocol.trainer_side import TrainerSide
-from gregale.islands.protocol.wire import Columns, GarbageError, decode_all, unpack
 from gregale.islands.state import DataLeases, InnerOptimizerState
 from gregale.islands.trainer_command import RoundPacing
 from gregale.islands.transport.client import (

@@ -33,8 +33,7 @@ from gregale.distributed.agreement import canonical
 from gregale.errors import UserError
 from gregale.islands.network_reducer import Handle
 from gregale.islands.outer import HostOuter, OuterView, Prepared, ValidatedState
-from gregale.islands.protocol.headers import OuterRecord, Peer
-from gregale.islands.protocol.messages import Reduce
+from gregale.islands.protocol.messages import OuterRecord, Peer, Reduce
 from gregale.islands.state import Expected, InnerOptimizerState
 from gregale.islands.trainer_command import Down, RoundPacing, TrainerCommand, from_wire
 from gregale.islands.transport.client import (
@@ -49,8 +48,7 @@ from gregale.islands.transport.client import (
 from gregale.islands.transport.group import Count, Group, GroupFailed
 from gregale.islands.transport.link_rate import LinkRate
 from gregale.islands.transport.server import Server
-from gregale.islands.transport.snapshot_store import ServedArray, Snapshot
-from gregale.islands.transport.transfer import Fetcher, TransferFailed
+from gregale.islands.transport.transfer import Fetcher, ServedArray, Snapshot, TransferFailed
 from gregale.methods.schedule import Schedule
 
 Messages = Mapping[str, np.ndarray]

@@ -28,13 +28,11 @@ from gregale.islands.driver import Driver
 from gregale.islands.hosts import Follower, HostConnection, HostGroup, HostWorker, RemoteHost, Timeouts, joint_digest
 from gregale.islands.method import Island
 from gregale.islands.outer import HostOuter
-from gregale.islands.protocol.headers import OuterRecord, seed
 from gregale.islands.protocol.ledger import LeasePolicy, digest_of
 from gregale.islands.protocol.member import Member
 from gregale.islands.protocol.member_state import Identity
-from gregale.islands.protocol.settings import Rules, heal_seconds, timing_of
+from gregale.islands.protocol.messages import Columns, OuterRecord, Rules, heal_seconds, seed, timing_of, unpack
 from gregale.islands.protocol.trainer_side import REDUCES
-from gregale.islands.protocol.wire import Columns, unpack
 from gregale.islands.state import (
     DataLeases,
     expected,

@@ -34,8 +34,8 @@ from gregale.data.mixtures import Mixtures, with_mixture
 from gregale.errors import UserError
 from gregale.islands.method import Island
 from gregale.islands.outer import NO_OWN_LEAVES, HostOuter, OwnLeaves, VersionedArray
-from gregale.islands.protocol.headers import OuterRecord
 from gregale.islands.protocol.ledger import Lease, Ledger
+from gregale.islands.protocol.messages import OuterRecord
 from gregale.islands.shards import keys_here, on_devices, shards_here
 from gregale.methods.method import PsdpState
 from gregale.runs.config import TrainConfig

@@ -5,11 +5,17 @@ from functools import partial
 import pytest
 
 from gregale.distributed.agreement import to_text
-from gregale.islands.protocol.decision import SPLIT_AFTER, decide
-from gregale.islands.protocol.headers import NO_GENERATION, AcceptedResult, Generation, View
+from gregale.islands.protocol.decision import (
+    SPLIT_AFTER,
+    CommitAccepted,
+    FormGroup,
+    NewGeneration,
+    StartFleet,
+    Wait,
+    decide,
+)
+from gregale.islands.protocol.messages import NO_GENERATION, AcceptedResult, Generation, Rules, View
 from gregale.islands.protocol.outliers import Size
-from gregale.islands.protocol.plans import CommitAccepted, FormGroup, NewGeneration, StartFleet, Wait
-from gregale.islands.protocol.settings import Rules
 
 ABC = ("a/s", "b/s", "c/s")
 HELD = AcceptedResult("k6", 1, "d6", ABC, ABC)

@@ -5,10 +5,19 @@ from dataclasses import asdict
 
 import pytest
 
-from gregale.islands.protocol.headers import AcceptedResult, Header, OuterRecord, seed
 from gregale.islands.protocol.ledger import LeasePolicy, LeaseReport, Ledger, advance
+from gregale.islands.protocol.messages import (
+    AcceptedResult,
+    GarbageError,
+    Header,
+    OuterRecord,
+    decode_all,
+    pack,
+    read_texts,
+    seed,
+    to_texts,
+)
 from gregale.islands.protocol.outliers import Size
-from gregale.islands.protocol.wire import GarbageError, decode_all, pack, read_texts, to_texts
 
 
 def sent(*values) -> list[Header | GarbageError]:

@@ -7,11 +7,10 @@ import pytest
 
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.decision import decide
-from gregale.islands.protocol.headers import NO_ROUND, Generation, Header, View, seed
 from gregale.islands.protocol.member import Member
 from gregale.islands.protocol.member_state import Identity, MemberState
 from gregale.islands.protocol.membership import Membership
-from gregale.islands.protocol.settings import LAN, Rules
+from gregale.islands.protocol.messages import LAN, NO_ROUND, Generation, Header, Rules, View, seed
 
 
 def member(name="a", **timing):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from gregale.islands.protocol.split import FASTEST, TOLERANCE, WHOLE, level, parts, rate
+from gregale.islands.protocol.decision import FASTEST, TOLERANCE, WHOLE, level, parts, rate
 
 
 def largest_time(shares: np.ndarray, rates: np.ndarray) -> float:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gregale.islands.protocol.spread import distances, recipients
+from gregale.islands.protocol.decision import distances, recipients
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8, 64, 100, 256, 257])

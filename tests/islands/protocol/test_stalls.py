@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from gregale.islands.protocol.handover import Handover
-from gregale.islands.protocol.headers import NO_ROUND, seed
+from gregale.islands.protocol.messages import LAN, NO_ROUND, Rules, seed
 from gregale.islands.protocol.running_time import RunningTime
-from gregale.islands.protocol.settings import LAN, Rules
 from gregale.islands.protocol.stalls import Stalls
 
 

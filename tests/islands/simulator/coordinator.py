@@ -3,10 +3,9 @@
 from collections.abc import Callable
 
 from gregale.islands.protocol import messages as m
-from gregale.islands.protocol.decision import decide
-from gregale.islands.protocol.headers import Header, View
+from gregale.islands.protocol.decision import StartFleet, decide
 from gregale.islands.protocol.membership import Ask, Formed, Membership, Record
-from gregale.islands.protocol.plans import StartFleet
+from gregale.islands.protocol.messages import Header, View
 from tests.islands.simulator.invariants import BrokenError
 from tests.islands.simulator.node import Node
 

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from gregale.islands.protocol.headers import Generation, OuterRecord
 from gregale.islands.protocol.ledger import Ledger
+from gregale.islands.protocol.messages import Generation, OuterRecord
 
 
 class BrokenError(AssertionError):

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.choice import Choice
-from gregale.islands.protocol.headers import NO_ROUND, OuterRecord, seed
 from gregale.islands.protocol.member import Member
 from gregale.islands.protocol.member_state import Identity
 from gregale.islands.protocol.membership import BEATS_PER_TIMEOUT, Record
+from gregale.islands.protocol.messages import NO_ROUND, OuterRecord, seed
 from gregale.islands.trainer_command import ApplyRound, LoadOuterState
 from tests.islands.simulator.trainer import BATCH, Trainer
 

@@ -8,7 +8,7 @@ from gregale.islands.protocol import decision
 from gregale.islands.protocol.choice import Choice
 from gregale.islands.protocol.member import Member
 from gregale.islands.protocol.membership import Membership
-from gregale.islands.protocol.settings import LAN, WAN
+from gregale.islands.protocol.messages import LAN, WAN
 from tests.islands.simulator import node
 from tests.islands.simulator.coordinator import Coordinator
 from tests.islands.simulator.invariants import BrokenError

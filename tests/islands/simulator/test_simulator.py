@@ -7,7 +7,7 @@ import pytest
 
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.member import Member
-from gregale.islands.protocol.settings import WAN
+from gregale.islands.protocol.messages import WAN
 from tests.islands.simulator.invariants import BrokenError
 from tests.islands.simulator.schedules import Outcome, begin, run
 

@@ -7,7 +7,7 @@ import pytest
 
 from gregale.islands.protocol.member import Member
 from gregale.islands.protocol.member_state import GRACE_STEPS
-from gregale.islands.protocol.settings import LAN, WAN
+from gregale.islands.protocol.messages import LAN, WAN
 from gregale.methods.schedule import Schedule
 from tests.islands.simulator.invariants import BrokenError
 from tests.islands.simulator.speeds import Pace, check, paces

@@ -1,7 +1,7 @@
 """A model of an island's training loop: steps on leased examples, and between them what the real `TrainerSide` says."""
 
 from gregale.islands.protocol import messages as m
-from gregale.islands.protocol.headers import OuterRecord
+from gregale.islands.protocol.messages import OuterRecord
 from gregale.islands.protocol.trainer_side import TrainerSide
 from gregale.islands.state import DataLeases
 from gregale.islands.trainer_command import ApplyRound, LoadOuterState, RoundPacing, SendMessage, TrainerCommand

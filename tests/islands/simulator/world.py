@@ -11,12 +11,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from gregale.islands.protocol import messages as m
-from gregale.islands.protocol.decision import decide
-from gregale.islands.protocol.headers import NO_ROUND, Generation, Header, OuterRecord, Peer, View, seed
+from gregale.islands.protocol.decision import Adopt, FormGroup, NewGeneration, StartFleet, decide
 from gregale.islands.protocol.ledger import LeasePolicy
 from gregale.islands.protocol.member import Member
-from gregale.islands.protocol.plans import Adopt, FormGroup, NewGeneration, StartFleet
-from gregale.islands.protocol.settings import Rules, Timing
+from gregale.islands.protocol.messages import NO_ROUND, Generation, Header, OuterRecord, Peer, Rules, Timing, View, seed
 from gregale.islands.protocol.trainer_side import REDUCES
 from gregale.islands.trainer_command import RoundPacing
 from gregale.methods.schedule import Schedule

@@ -30,8 +30,7 @@ from gregale.cli import main
 from gregale.errors import UserError
 from gregale.islands.config import IslandsConfig
 from gregale.islands.driver import with_own_addresses
-from gregale.islands.protocol.headers import FORMAT, Header
-from gregale.islands.protocol.wire import GarbageError
+from gregale.islands.protocol.messages import FORMAT, GarbageError, Header
 from gregale.islands.run import checked_token
 from gregale.islands.steps import StatusTracker
 from gregale.islands.transport import tls

@@ -17,9 +17,7 @@ import pytest
 
 from gregale.distributed.agreement import canonical
 from gregale.errors import UserError
-from gregale.islands.protocol.headers import FORMAT
-from gregale.islands.protocol.settings import LAN
-from gregale.islands.protocol.wire import Columns, to_texts, unpack
+from gregale.islands.protocol.messages import FORMAT, LAN, Columns, to_texts, unpack
 from gregale.islands.transport.client import PeerClient, RequestRejected
 from gregale.islands.transport.coordinator import (
     CoordinatorClient,

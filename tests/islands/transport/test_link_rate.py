@@ -4,7 +4,7 @@ import socket
 
 import numpy as np
 
-from gregale.islands.protocol.split import level
+from gregale.islands.protocol.decision import level
 from gregale.islands.transport.link_rate import BURST_BYTES, LinkRate, fastest, sample
 
 MB = 1_000_000

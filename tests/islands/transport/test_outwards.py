@@ -14,16 +14,13 @@ import numpy as np
 import pytest
 
 from gregale.islands.driver import dead_peers
-from gregale.islands.protocol.headers import Peer
-from gregale.islands.protocol.settings import LAN
-from gregale.islands.protocol.wire import unpack
+from gregale.islands.protocol.messages import LAN, Peer, unpack
 from gregale.islands.transport import outwards
 from gregale.islands.transport.client import PeerClient, PeerUnreachable, ask_status
 from gregale.islands.transport.coordinator import CoordinatorClient
 from gregale.islands.transport.group import Group, GroupFailed
 from gregale.islands.transport.lighthouse import Lighthouse
-from gregale.islands.transport.snapshot_store import ServedArray, Snapshot
-from gregale.islands.transport.transfer import Fetcher
+from gregale.islands.transport.transfer import Fetcher, ServedArray, Snapshot
 from tests.islands.transport.conftest import TOKEN
 from tests.ports import free_port
 

@@ -16,13 +16,13 @@ import pytest
 
 from gregale.distributed.agreement import read_token
 from gregale.errors import UserError
-from gregale.islands.transport import certificates, listener, snapshot_store
+from gregale.islands.transport import certificates, listener, transfer
 from gregale.islands.transport import server as module
 from gregale.islands.transport.certificates import key_and_certificate
 from gregale.islands.transport.client import PeerClient, PeerUnreachable, RequestRejected, WrongServer, ask_status, call
 from gregale.islands.transport.server import Server
-from gregale.islands.transport.snapshot_store import ServedArray, Snapshot
 from gregale.islands.transport.tls import tls_contexts
+from gregale.islands.transport.transfer import ServedArray, Snapshot
 from tests.islands.transport.conftest import TOKEN, received
 
 
@@ -233,7 +233,7 @@ def test_a_fetch_of_a_previous_snapshot_can_finish_and_then_the_snapshot_is_free
     peer.read_into(memoryview(got))
     assert bytes(got) == content
     peer.request("GET", "/manifest")  # the server has nothing more to do with the request before
-    monkeypatch.setattr(snapshot_store, "LEASE_SECONDS", 0.0)
+    monkeypatch.setattr(transfer, "LEASE_SECONDS", 0.0)
     gone = weakref.ref(array)
     del array
     server.outer.publish(Snapshot(0, 3, {"a": second}))

@@ -13,11 +13,19 @@ import numpy as np
 import pytest
 
 from gregale.distributed.agreement import canonical
-from gregale.islands.transport import client, snapshot_store, transfer
+from gregale.islands.transport import client, transfer
 from gregale.islands.transport.client import RequestRejected
 from gregale.islands.transport.server import Handler, Server
-from gregale.islands.transport.snapshot_store import ServedArray, Snapshot, largest_manifest_bytes, read_manifest
-from gregale.islands.transport.transfer import Assembly, Fetched, Fetcher, TransferFailed
+from gregale.islands.transport.transfer import (
+    Assembly,
+    Fetched,
+    Fetcher,
+    ServedArray,
+    Snapshot,
+    TransferFailed,
+    largest_manifest_bytes,
+    read_manifest,
+)
 from tests.islands.transport.conftest import TOKEN
 from tests.recorder import Recorder
 
@@ -28,7 +36,7 @@ SIZE = 10 * CHUNK_BYTES // 4 + 77
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """Use chunks of 64 kB, and short timeouts."""
-    for module in (snapshot_store, transfer):
+    for module in (transfer, transfer):
         monkeypatch.setattr(module, "CHUNK_BYTES", CHUNK_BYTES)
     monkeypatch.setattr(transfer, "STALL_SECONDS", 0.4)
     monkeypatch.setattr(transfer, "SLOW_SECONDS", 0.2)
@@ -251,7 +259,7 @@ def test_only_missing_chunks_are_fetched(sources):
 
 
 def test_a_round_committed_during_a_fetch(sources, monkeypatch, after_chunks):
-    monkeypatch.setattr(snapshot_store, "LEASE_SECONDS", 0.0)
+    monkeypatch.setattr(transfer, "LEASE_SECONDS", 0.0)
     server, after = sources[0], leaves(seed=1, version=5)
     after["matrix|0"] = STATE["matrix|0"]
 

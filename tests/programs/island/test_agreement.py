@@ -11,7 +11,7 @@ from gregale.data.mixtures import with_mixture
 from gregale.data.sources import SourceConfig, TextSource
 from gregale.distributed.agreement import difference, from_text
 from gregale.errors import UserError
-from gregale.islands.protocol.wire import pack, read_texts, to_texts
+from gregale.islands.protocol.messages import pack, read_texts, to_texts
 from gregale.islands.run import agreement, check_mixtures, disagreement
 from gregale.islands.section import IslandsSection
 from gregale.runs.config import TrainConfig

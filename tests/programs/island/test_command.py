@@ -7,7 +7,7 @@ import pytest
 
 from gregale.distributed.agreement import canonical
 from gregale.errors import UserError
-from gregale.islands.protocol.headers import seed
+from gregale.islands.protocol.messages import seed
 from gregale.islands.run import check_prolonged, check_restored
 from gregale.islands.steps import StatusTracker
 from gregale.methods.schedule import Schedule

@@ -18,7 +18,7 @@ from gregale.distributed.liveness import Phase, Progress, ThreadProgress
 from gregale.distributed.signals import StopRequest
 from gregale.islands.hosts import OuterSnapshot
 from gregale.islands.outer import HostOuter
-from gregale.islands.protocol.headers import seed
+from gregale.islands.protocol.messages import seed
 from gregale.islands.run import CheckpointStagger, IslandSaving, rounds_of
 from gregale.islands.steps import IslandResources, IslandSteps, LeasedBatches, without_nonfinite
 from gregale.islands.trainer_command import ApplyRound, Finish, LoadOuterState, RoundPacing, SendMessage

@@ -52,29 +52,211 @@ Half of the voters or fewer begin a new generation only if the processes of all 
 `minimum` are missing, for then no others continue. Islands that do not know the voters go on only if all islands of the
 ledger are here, or all come from checkpoints. All this also holds if no voter is left, or if a result is lost with its
 last holder. Only these cases, where half of the voters or more have lost their memory, can lose a round
-(`NewGeneration.waited`).
-"""
+(`NewGeneration.waited`)."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from math import fsum, log2
 
 from gregale.distributed.agreement import difference, from_text
 from gregale.islands.protocol import outliers
-from gregale.islands.protocol.headers import NO_ROUND, AcceptedResult, Generation, Header, Peer, View
-from gregale.islands.protocol.ledger import LeaseReport, digest_of
-from gregale.islands.protocol.plans import (
-    Adopt,
-    CommitAccepted,
-    Decision,
-    FormGroup,
-    NewGeneration,
-    Plan,
-    StartFleet,
-    Wait,
+from gregale.islands.protocol.ledger import LeaseReport, Ledger, advance, digest_of
+from gregale.islands.protocol.messages import (
+    NO_ROUND,
+    AcceptedResult,
+    Generation,
+    Header,
+    OuterRecord,
+    Peer,
+    Rules,
+    View,
 )
-from gregale.islands.protocol.settings import Rules
-from gregale.islands.protocol.split import parts
+from gregale.islands.protocol.outliers import KEPT, Size
+
+
+def distances(count: int) -> list[int]:
+    """Return 1, 2, 4, ... below `count`.
+
+    Members in a circle that pass a message on at these distances reach all of `count` members in log2(count) hops.
+    """
+    return [1 << bit for bit in range((count - 1).bit_length())]
+
+
+def recipients(members: Sequence[str], own: str, turn: int) -> tuple[str, ...]:
+    """Return the members at the `distances` from `own`, and one more, which is another one with every `turn`.
+
+    So a member also reaches each other one directly, within as many turns as there are members.
+    """
+    count, place = len(members), members.index(own)
+    found = {*distances(count), 1 + turn % (count - 1)} if count > 1 else ()
+    return tuple(members[(place + distance) % count] for distance in sorted(found))
+
+
+WHOLE = 256  # parts are integers of this sum, so that all members compute the same
+FASTEST = 54  # the level of 1 Gbit/s: the processor bounds a round on faster links
+TOLERANCE = 3  # levels within which links count as equal
+ROOT = 2**0.5
+
+
+def level(bytes_per_second: float) -> int:
+    """Return a rate as a power of the root of 2, at least 1 and at most `FASTEST`."""
+    return round(min(max(2 * log2(max(bytes_per_second, 1.0)), 1), FASTEST))
+
+
+def parts(levels: Sequence[int]) -> tuple[int, ...]:
+    """Return the part of each member by the level of its link, 0 if unknown; () if all average the same.
+
+    An unknown level counts as the median of the others.
+    """
+    count, known = len(levels), sorted(min(each, FASTEST) for each in levels if each)
+    if count < 3 or not known or known[-1] - known[0] <= TOLERANCE:
+        return ()
+    median = known[(len(known) - 1) // 2]
+    rates = [rate(min(each or median, FASTEST)) for each in levels]
+    fastest = sorted(rates, reverse=True)
+    # T if the n fastest average something, for the largest n for which the slowest of them does.
+    times = [(count - 2 + n) / fsum(fastest[:n]) for n in range(1, count + 1)]
+    time = next(time for time, slowest in reversed(list(zip(times, fastest, strict=True))) if time * slowest > 1)
+    shares = [WHOLE * max(0.0, time * each - 1) / (count - 2) for each in rates]
+    found = [int(share) for share in shares]
+    order = sorted(range(count), key=lambda rank: (found[rank] - shares[rank], rank))
+    for rank in order[: WHOLE - sum(found)]:
+        found[rank] += 1
+    return tuple(found)
+
+
+def rate(number: int) -> float:
+    """Return the bytes a second of a level, the same bits everywhere."""
+    return 2.0 ** (number // 2) * (ROOT if number % 2 else 1.0)
+
+
+@dataclass(frozen=True)
+class StartFleet:
+    """The fleet begins from the common seed; its members get first leases of the data, by `reports`."""
+
+    generation: Generation
+    voters: int
+    reports: tuple[LeaseReport, ...]
+
+
+@dataclass(frozen=True)
+class CommitAccepted:
+    """All members that hold the result `key` with this digest commit it; the others heal."""
+
+    key: str
+    digest: str
+
+
+@dataclass(frozen=True)
+class NewGeneration:
+    """`members` begin a new generation, for this `reason`, with the held result `commit` or the same state.
+
+    Then they get new leases of the data, by `reports`; a fleet whose members had all left has returned its data.
+    """
+
+    generation: Generation
+    members: tuple[Peer, ...]
+    commit: CommitAccepted | None
+    waited: bool
+    reason: str
+    reports: tuple[LeaseReport, ...]
+
+    @property
+    def identities(self) -> frozenset[str]:
+        return frozenset(peer.identity for peer in self.members)
+
+
+@dataclass(frozen=True)
+class Adopt:
+    """All voters hold `result`, with or without its data. `renewal`: it is this new generation of the same state."""
+
+    result: AcceptedResult
+    renewal: NewGeneration | None = None
+
+
+@dataclass(frozen=True)
+class FormGroup:
+    """A group reduces the next round; its commit brings the next ledger, by `reports`.
+
+    `left_out`: why messages contribute nothing, by name; `size`: the median of the other messages; `parts`: as of
+    `messages.Reduce`.
+    """
+
+    key: str
+    ballot: int
+    members: tuple[Peer, ...]
+    weights: tuple[float, ...]
+    electors: tuple[str, ...]
+    voters: int
+    leaving: frozenset[str]
+    reports: tuple[LeaseReport, ...]
+    size: Size | None = None
+    stamp: int = 0  # of the view
+    left_out: dict[str, str] = field(default_factory=dict)
+    parts: tuple[int, ...] = ()
+
+    def ledger_after(self, outer: OuterRecord, rules: Rules) -> Ledger:
+        """Return the ledger after this round; it may be the first of a stage, of which no example is used yet."""
+        ledger, reports = outer.ledger, self.reports
+        if rules.stage_at(outer.round + 1) != rules.stage_at(outer.round):
+            ledger, reports = ledger.next_stage(), tuple(report._replace(used=0) for report in reports)
+        return advance(ledger, reports, rules.lease_policy)
+
+    def sizes_after(self, sizes: tuple[Size, ...]) -> tuple[Size, ...]:
+        """Return the sizes of the last rounds, including this one."""
+        return (*sizes, self.size)[-KEPT:] if self.size else sizes
+
+    @property
+    def identities(self) -> tuple[str, ...]:
+        """The identities of the members, in rank order."""
+        return tuple(peer.identity for peer in self.members)
+
+    @property
+    def ranks(self) -> dict[str, int]:
+        return {identity: rank for rank, identity in enumerate(self.identities)}
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Do nothing, for this `reason`."""
+
+    reason: str
+    names: tuple[str, ...] = ()  # the names of the missing islands, as far as the view has them
+    lacking: bool = False  # voters are missing, perhaps only late
+    missing: bool = False  # too many voters are missing to continue
+    idle: bool = False  # no island wants a round
+
+
+Plan = StartFleet | CommitAccepted | NewGeneration | Adopt | FormGroup | Wait
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The decision that follows from a view."""
+
+    plan: Plan  # for the members in `current`
+    top: Header | None  # a header with the newest state; None: no member has a state
+    current: frozenset[str]  # identities
+    sources: tuple[Peer, ...]  # the members that have that state
+    refused: dict[str, str]  # reasons by identity
+    differ: frozenset[str] = frozenset()  # identities that have another state for the same round
+    electors: tuple[str, ...] = ()  # `Header.electors` of that state
+    headers: dict[str, Header] = field(default_factory=dict)  # of the view, by identity
+
+    @property
+    def fastest(self) -> float:
+        """The shortest step that a member reports, in seconds; 0 if none does."""
+        return min((each.step_seconds for each in self.headers.values() if each.step_seconds), default=0.0)
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return tuple(header.hosts[0] for header in self.headers.values() if header.hosts)
+
+    def missing(self, group: tuple[Peer, ...]) -> tuple[Peer, ...]:
+        """Return the members of a group that are not in the view."""
+        return tuple(peer for peer in group if peer.identity not in self.headers)
+
 
 EXCLUDE_AFTER = 2  # failed reduces of a round after which members that do not reach each other are excluded
 SPLIT_AFTER = 4  # failed reduces of a round after which half of the voters or fewer continue without the others

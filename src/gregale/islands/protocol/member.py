@@ -12,13 +12,21 @@ from typing import get_args
 
 from gregale.islands.protocol import decision as decisions
 from gregale.islands.protocol import messages as m
-from gregale.islands.protocol.decision import decide
-from gregale.islands.protocol.headers import NO_ROUND, AcceptedResult, Generation, OuterRecord, View
+from gregale.islands.protocol.decision import (
+    Adopt,
+    CommitAccepted,
+    Decision,
+    FormGroup,
+    NewGeneration,
+    StartFleet,
+    Wait,
+    decide,
+    recipients,
+)
 from gregale.islands.protocol.ledger import Ledger, advance
 from gregale.islands.protocol.member_state import MOST_LINGERS, MemberState, PendingCommit
+from gregale.islands.protocol.messages import NO_ROUND, AcceptedResult, Generation, OuterRecord, View
 from gregale.islands.protocol.outliers import NOT_FINITE
-from gregale.islands.protocol.plans import Adopt, CommitAccepted, Decision, FormGroup, NewGeneration, StartFleet, Wait
-from gregale.islands.protocol.spread import recipients
 
 HANDLERS = {kind: "_on" + re.sub("([A-Z])", r"_\1", kind.__name__).lower() for kind in get_args(m.Event)}
 

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from gregale.islands.protocol import decision as decisions
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.choice import SILENT_BEATS
+from gregale.islands.protocol.decision import Decision, FormGroup, Plan, Wait
 from gregale.islands.protocol.handover import Handover
-from gregale.islands.protocol.headers import NO_ROUND, AcceptedResult, Header, OuterRecord, Peer
 from gregale.islands.protocol.ledger import digest_of
 from gregale.islands.protocol.membership import BEATS_PER_TIMEOUT
+from gregale.islands.protocol.messages import NO_ROUND, AcceptedResult, Header, OuterRecord, Peer, Rules, Timing
 from gregale.islands.protocol.outliers import median
-from gregale.islands.protocol.plans import Decision, FormGroup, Plan, Wait
-from gregale.islands.protocol.settings import Rules, Timing
 
 EQUAL_STEPS = 1.1  # times the shortest step: the steps of islands that count as equally fast
 GRACE_STEPS = 1.5  # of the fastest member: others between two of their steps hand their messages over in time

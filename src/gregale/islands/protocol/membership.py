@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gregale.formatting import listed
-from gregale.islands.protocol.wire import NO_ROUND
+from gregale.islands.protocol.messages import NO_ROUND
 
 BEATS_PER_TIMEOUT = 5
 MOST_RUNS = 1000  # complete ones that a coordinator remembers

@@ -4,7 +4,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Mapping
 from statistics import median
 
-from gregale.islands.protocol.wire import NO_ROUND
+from gregale.islands.protocol.messages import NO_ROUND
 
 ROUNDS = 15  # in the median
 LATE = 3.0  # times the median

@@ -4,8 +4,8 @@ from collections import deque
 from collections.abc import Callable
 from statistics import median
 
-from gregale.islands.protocol.headers import NO_ROUND, OuterRecord
 from gregale.islands.protocol.member import Member
+from gregale.islands.protocol.messages import NO_ROUND, OuterRecord
 from gregale.islands.protocol.news import COMPILES
 from gregale.islands.protocol.trainer_side import TrainerSide
 

@@ -13,8 +13,7 @@ from collections.abc import Callable
 from statistics import median
 
 from gregale.islands.protocol.handover import TIMED_ROUNDS, Handover
-from gregale.islands.protocol.headers import NO_ROUND
-from gregale.islands.protocol.messages import EarlyMessage, RoundDue
+from gregale.islands.protocol.messages import NO_ROUND, EarlyMessage, RoundDue
 from gregale.islands.trainer_command import ApplyRound, Arrival, LoadOuterState, RoundPacing, SendMessage
 
 TIMED_STEPS = 5  # in the median

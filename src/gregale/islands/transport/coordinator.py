@@ -12,11 +12,8 @@ from contextlib import suppress
 from gregale.distributed.agreement import canonical, digest
 from gregale.errors import UserError
 from gregale.islands.protocol.choice import Choice
-from gregale.islands.protocol.headers import FORMAT
 from gregale.islands.protocol.membership import BEATS_PER_TIMEOUT, Record
-from gregale.islands.protocol.messages import Heartbeat
-from gregale.islands.protocol.settings import Timing
-from gregale.islands.protocol.wire import NO_ROUND, Columns, read_texts, to_texts
+from gregale.islands.protocol.messages import FORMAT, NO_ROUND, Columns, Heartbeat, Timing, read_texts, to_texts
 from gregale.islands.transport.client import KeyRevoked, PeerClient, PeerUnreachable, RequestRejected, WrongServer
 from gregale.islands.transport.lighthouse import LONGEST_REASON, NAME
 from gregale.islands.transport.tls import tls_contexts

@@ -21,8 +21,8 @@ import numpy as np
 
 from gregale.islands.transport.client import PeerClient, PeerUnreachable, RequestRejected, fill
 from gregale.islands.transport.server import Server
-from gregale.islands.transport.snapshot_store import bytes_of
 from gregale.islands.transport.tls import check_peer, shut
+from gregale.islands.transport.transfer import bytes_of
 
 MESSAGE_HEAD = struct.Struct("!IQ")
 RETRY_SECONDS = 0.1

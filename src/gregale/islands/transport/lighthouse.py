@@ -19,11 +19,10 @@ from zlib import compress
 from gregale.atomic_files import os_error_text, write_bytes
 from gregale.distributed.agreement import canonical
 from gregale.errors import UserError
-from gregale.islands.protocol.headers import FORMAT
 from gregale.islands.protocol.membership import MOST_RUNS, Ask, Formed, Membership, Record
+from gregale.islands.protocol.messages import FORMAT, pack, to_texts
 from gregale.islands.protocol.news import News
 from gregale.islands.protocol.running_time import RunningTime
-from gregale.islands.protocol.wire import pack, to_texts
 from gregale.islands.transport.client import OUTWARDS, PeerUnreachable, RequestRejected, ask_status
 from gregale.islands.transport.listener import RateLimitedLines
 from gregale.islands.transport.server import Server

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from gregale.islands.protocol.split import level
+from gregale.islands.protocol.decision import level
 
 BURST_BYTES = 256 << 10  # more than what a link that was idle carries at once
 ROUNDS = 15
@@ -28,7 +28,7 @@ Streams = Callable[[], tuple[Sequence[socket.socket], Sequence[socket.socket]]]
 
 
 class LinkRate:
-    """- `level`: of the slower direction (`protocol.split`); 0: no round was large enough yet."""
+    """- `level`: of the slower direction (`protocol.decision`); 0: no round was large enough yet."""
 
     def __init__(self):
         self.level = 0

@@ -24,8 +24,8 @@ from gregale.errors import UserError
 from gregale.islands.transport.client import OUTWARDS, RECIPIENT, STATUS_PATH, STREAM_PATH, RequestRejected
 from gregale.islands.transport.listener import IDLE_SECONDS, KEPT_SECONDS, Listener, RateLimitedLines
 from gregale.islands.transport.outwards import PARK_PATH, PARK_SECONDS, RELAY_PATH, Paths, relay
-from gregale.islands.transport.snapshot_store import SnapshotStore, bytes_of, chunk_span
 from gregale.islands.transport.tls import PeerRefused, PeerRevoked, check_peer
+from gregale.islands.transport.transfer import SnapshotStore, bytes_of, chunk_span
 
 SEND_BYTES = 256 << 10
 POLL_SECONDS = 0.2  # between two checks whether the server was closed

@@ -32,8 +32,7 @@ from gregale.programs.plan.estimates import (
 )
 from gregale.programs.plan.step import MEMORY, STEP, Plan, Program
 from gregale.programs.runtime.expert_parallelism import choice_of, in_places
-from gregale.programs.runtime.parameter_groups import parameter_groups
-from gregale.programs.runtime.setup import Setup
+from gregale.programs.runtime.setup import Setup, parameter_groups
 from gregale.runs.rules import lacking
 from gregale.runs.sections import JoiningCosts, section_classes
 from gregale.timeline import GRID_GBIT_PER_SECOND, Cadence, Ring, Workload, needed_bandwidths, run_method

@@ -1,5 +1,6 @@
 """Provides the setup of a run from its configuration: layout, model, method, step."""
 
+import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from gregale.methods.method import Method
 from gregale.methods.psdp import Psdp, identity
 from gregale.model.config import CompilerOptions, ModelMethods
 from gregale.model.execution import Execution, execution, layers_apart
+from gregale.optim.config import ParameterRule
 from gregale.programs.runtime.initial_model import (
     base_model,
     built,
@@ -288,3 +290,26 @@ def first_layers(config: TrainConfig, model, layout: Layout) -> int:
     tpus = layout.mesh.devices.flat[0].platform == "tpu" and layout.replicas > 1
     labels = zip(layer_order(model), config.model.kind_numbers, strict=False)  # a model may have no kinds
     return layers_apart(tuple(labels)) if tpus and joined and scanned else 0
+
+
+def rules_of(setup: Setup) -> dict[str, ParameterRule]:
+    """Return the rule of each parameter: Muon's, `optimizer.groups` and `model.parametrisation` together.
+
+    Nothing if all parameters have the same algorithm and rate.
+    """
+    rules = setup.config.optimizer.rules(setup.model, setup.config.model.scalings)
+    return rules if len({rule[:2] for rule in rules.values()}) > 1 else {}
+
+
+def parameter_groups(setup: Setup) -> list[dict[str, Any]]:
+    """Return the groups of `rules_of`; `layer.*` stands for all layers, if they have the same rule."""
+    rules = rules_of(setup)
+    general = {name: re.sub(r"^layer\.\d+", "layer.*", name) for name in rules}
+    of_layers: dict[str, set[ParameterRule]] = {}
+    for name, rule in rules.items():
+        of_layers.setdefault(general[name], set()).add(rule)
+    shown = {name: general[name] if len(of_layers[general[name]]) == 1 else name for name in rules}
+    return [
+        {**rule._asdict(), "parameters": list(dict.fromkeys(shown[name] for name in rules if rules[name] == rule))}
+        for rule in dict.fromkeys(rules.values())
+    ]

@@ -34,8 +34,7 @@ from gregale.methods.method import Inspected, Method, Probe, PseudoGradient, cos
 from gregale.model.config import ModelMethods
 from gregale.programs.plan.estimates import has_closed_forms, step_shape
 from gregale.programs.runtime.batches import GlobalBatches
-from gregale.programs.runtime.parameter_groups import rules_of
-from gregale.programs.runtime.setup import Setup
+from gregale.programs.runtime.setup import Setup, rules_of
 from gregale.runs.config import BatchConfig
 from gregale.tracking.callback import Callback, Callbacks, Metrics, Pause
 from gregale.training.state import StepReport, TrainState
