@@ -11,6 +11,7 @@ from gregale.data import build
 from gregale.data.build import once
 from gregale.errors import UserError
 from gregale.storage import write_bytes
+from gregale.storage.lease import LeaseRecord
 
 
 @pytest.fixture(autouse=True)
@@ -25,6 +26,7 @@ def claim(tmp_path, request):
 
 
 def of_another(**changes) -> bytes:
+    """Return a claim as an earlier version wrote it."""
     return json.dumps({"machine": "elsewhere", "pid": 1, "token": "x", "beat": 0} | changes).encode()
 
 
@@ -68,7 +70,7 @@ def test_a_process_that_is_gone_from_this_machine_is_not_waited_for(claim):
 
 def test_a_claim_is_renewed_while_its_process_works_and_goes_when_that_fails(claim):
     def work() -> None:
-        while build.read(claim).get("beat", 0) < 2:
+        while (found := LeaseRecord.read(claim)) is None or found.count < 2:
             pass
         raise UserError("not now")
 

@@ -18,8 +18,9 @@ import pytest
 from gregale.atomic_files import acquire
 from gregale.errors import Busy, UserError
 from gregale.runs import run_lock
-from gregale.runs.run_lock import LOCK, LeaseRecord, RunLease, training
+from gregale.runs.run_lock import LOCK, training
 from gregale.storage import StoragePath, names
+from gregale.storage.lease import HeldLease, LeaseRecord
 from tests.disk import largest_file
 
 BEAT_SECONDS = 0.2
@@ -172,12 +173,12 @@ def test_of_two_that_take_a_dead_one_s_place_one_does(folder, monkeypatch):
 
 
 def test_a_lease_that_is_gone_is_no_loss_and_a_full_disk_does_not_take_it(s3, tmp_path):
-    held = RunLease(s3 / LOCK, LeaseRecord.of_this_process())
+    held = HeldLease(s3 / LOCK, LeaseRecord.of_this_process())
     held.check()
     held.release()
     (s3 / LOCK).write_bytes(b"torn")
     held.check()
     give(tmp_path, mine := LeaseRecord.of_this_process())
     with largest_file(len(mine.to_bytes())):
-        RunLease(tmp_path / LOCK, mine).renew()
+        HeldLease(tmp_path / LOCK, mine).renew()
     assert lease_in(tmp_path).count == 1

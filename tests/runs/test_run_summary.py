@@ -12,8 +12,9 @@ import pytest
 from gregale.atomic_files import LockHeld, acquire, is_held
 from gregale.errors import UserError
 from gregale.runs.history import RunPaths, State, last_entries, summaries, summary_of
-from gregale.runs.run_lock import TIMEOUT_SECONDS, LeaseRecord, is_being_trained, training
+from gregale.runs.run_lock import TIMEOUT_SECONDS, is_being_trained, training
 from gregale.storage import ObjectPath
+from gregale.storage.lease import LeaseRecord
 from tests.runs.runs import step_line, write_lines, write_run
 
 

@@ -3,19 +3,17 @@
 The processes import this module and its dependencies. It must never import JAX, which would take a device and seconds
 of start-up in each of them.
 
-The process that creates the claim, a small file, does the work and rewrites the claim every few seconds. If the claim
-does not change for `LOST_SECONDS`, or its process has exited on this machine, another process removes the claim and
-continues. This needs no locks, which object stores and many network disks lack, and compares no clocks.
+A claim is a lease (`storage.lease`), and its holder does the work. If the claim does not change for `LOST_SECONDS`, or
+its process has exited on this machine, another process removes the claim and continues. This needs no locks, which
+object stores and many network disks lack.
 
 Only time depends on the claim: two processes that do the same work after a pause or a race write the same bytes.
 """
 
 import hashlib
-import json
 import multiprocessing
 import os
 import random
-import secrets
 import signal
 import threading
 import time
@@ -23,13 +21,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from multiprocessing import connection
-from threading import Event, Thread
 
-from gregale.atomic_files import is_process_dead, machine, os_error_text
+from gregale.atomic_files import machine, os_error_text
 from gregale.data.sources import Skipped, SourceConfig
 from gregale.data.sources.base import CHANGED
 from gregale.data.store import (
@@ -54,7 +51,8 @@ from gregale.data.store import (
 )
 from gregale.data.tokenizers import Tokenizer, from_json
 from gregale.errors import UserError
-from gregale.storage import StoragePath, create, write_bytes
+from gregale.storage import StoragePath, create
+from gregale.storage.lease import HeldLease, LeaseRecord
 
 UNGUARDED = "A script that calls this must do so under `if __name__ == '__main__':`, which Python's processes need."
 
@@ -154,53 +152,23 @@ def once(
 
     Raises `UserError` if the parent process does the work and would wait for this process.
     """
-    seen, since = None, time.monotonic()
-    mine = {"machine": machine(), "pid": os.getpid(), "token": secrets.token_hex(8), "beat": 0}
+    last, since = None, time.monotonic()
+    mine = LeaseRecord.of_this_process()
     while not is_done():
-        found = read(claim)
-        if not found and create(claim, json.dumps(mine).encode()):
-            with beating(claim, mine):
+        found = LeaseRecord.read(claim)
+        if found is None and create(claim, mine.to_bytes()):
+            with HeldLease(claim, mine, "claim").renewed(BEAT_SECONDS):
                 return work()
-        is_here = found.get("machine") == mine["machine"]
-        if is_here and found["pid"] == os.getppid():
+        if found is not None and (found.machine, found.pid) == (mine.machine, os.getppid()):
             raise UserError(f"{claim}: the parent process is at work. {UNGUARDED}")
-        is_dead = is_here and is_process_dead(found["pid"])
-        if is_dead or (found == seen and time.monotonic() - since > LOST_SECONDS):
+        has_expired = found == last and time.monotonic() - since > LOST_SECONDS
+        if has_expired or (found is not None and found.is_abandoned):
             claim.unlink(missing_ok=True)
             continue
-        if found != seen:
-            seen, since = found, time.monotonic()
+        if found != last:
+            last, since = found, time.monotonic()
         waiting()
         time.sleep(POLL_SECONDS)
-
-
-def read(claim: StoragePath) -> dict:
-    with suppress(FileNotFoundError, ValueError):
-        return json.loads(claim.read_bytes())
-    return {}
-
-
-@contextmanager
-def beating(claim: StoragePath, mine: dict) -> Iterator[None]:
-    """Rewrite a claim every few seconds while the block runs; remove it at the end."""
-    ended = Event()
-
-    def beat() -> None:
-        count = 0
-        while not ended.wait(BEAT_SECONDS):
-            count += 1
-            with suppress(OSError, UserError):  # if the store fails, another process may take over
-                write_bytes(claim, json.dumps(mine | {"beat": count}).encode())
-
-    thread = Thread(target=beat, daemon=True, name="claim")
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
-        with suppress(OSError, UserError):
-            claim.unlink(missing_ok=True)
 
 
 MASKS = 3  # version of the rules by which conversations become tokens with loss

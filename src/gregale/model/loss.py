@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from math import prod
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -68,20 +69,14 @@ def losses_of_head(
     - `weights`: [batch, position], float; 0 leaves a token out
     - `logits`: the treatment of hidden . head
     """
-    Embed, Vocab = head.axes
-    hidden = hidden.rearrange((..., Embed))
-    tokens = hidden.axes[:-1]
-    layout = execution.layout
-    fused = execution.fused_logits and layout.devices((Vocab,), layout.compute) == 1
-    head_loss = HeadLoss(tokens, Embed, Vocab, layout, execution.loss_block, logits, fused)
-    arrays = hidden.array, head.array, targets.rearrange(tokens).array, weights.rearrange(tokens).array
-    total, z_loss = cast(tuple[jax.Array, jax.Array], _loss(head_loss, *arrays))
+    spec, arrays = HeadLoss.of(hidden, head, execution, logits, targets, weights)
+    total, z_loss = cast(tuple[jax.Array, jax.Array], _loss(spec, *arrays))
     return total - z_loss, z_loss
 
 
 @dataclass(frozen=True)
 class HeadLoss:
-    """The shapes and shardings of one call of `next_token_loss`."""
+    """The shapes and shardings of one call of `next_token_loss` or `target_scores`."""
 
     tokens: tuple[Axis, ...]
     Embed: Axis
@@ -91,6 +86,18 @@ class HeadLoss:
     logits: Logits = ALL
     fused: bool = False
 
+    @staticmethod
+    def of(
+        hidden: NamedArray, head: NamedArray, execution: Execution, logits: Logits, *by_token: NamedArray
+    ) -> tuple["HeadLoss", tuple[jax.Array, ...]]:
+        """Return a call's shapes, and its arrays in the order of their axes."""
+        Embed, Vocab = head.axes
+        hidden = hidden.rearrange((..., Embed))
+        tokens, layout = hidden.axes[:-1], execution.layout
+        fused = execution.fused_logits and layout.devices((Vocab,), layout.compute) == 1
+        spec = HeadLoss(tokens, Embed, Vocab, layout, execution.loss_block, logits, fused)
+        return spec, (hidden.array, head.array, *(each.rearrange(tokens).array for each in by_token))
+
     @property
     def token_mesh_axes(self) -> tuple[str, ...]:
         return self.layout.mesh_axes(self.tokens, self.layout.compute)
@@ -99,29 +106,34 @@ class HeadLoss:
     def vocab_mesh_axes(self) -> tuple[str, ...]:
         return self.layout.mesh_axes((self.Vocab,), self.layout.compute)
 
-    def sharded(self, function, out_specs):
-        """Run `function(hidden, head, targets, weights)` on each device."""
-        layout = self.layout
-        tokens = layout.spec(self.tokens, layout.compute)
-        hidden = layout.spec((*self.tokens, self.Embed), layout.compute)
-        head = layout.spec((self.Embed, self.Vocab), layout.compute)
-        return layout.shard_map(function, (hidden, head, tokens, tokens), out_specs)
+    def sharded(self, function, out_specs, hidden, head, *by_token):
+        """Run `function(hidden, head, *by_token)` on each device."""
+        arrays = (*self.tokens, self.Embed), (self.Embed, self.Vocab), *(self.tokens for _ in by_token)
+        in_specs = tuple(self.layout.spec(axes, self.layout.compute) for axes in arrays)
+        return self.layout.shard_map(function, in_specs, out_specs)(hidden, head, *by_token)
 
-    def cut(self, fused, hidden, targets, weights):
-        """Return a device's tokens: [groups, blocks, block, embed], twice [groups, blocks, block]; padding weighs 0."""
-        count = targets.size
-        blocks = loss_blocks(count, self.Embed.size, hidden.dtype.itemsize, self.block, fused)
+    def cut(self, blocks, hidden, *by_token):
+        """Return a device's tokens, padded with zeros: [*blocks, embed], and [*blocks] of each other array."""
+        tokens, count = prod(blocks), by_token[0].size
 
         def cut(x):
-            filled = jnp.pad(x, [(0, blocks.tokens - count)] + [(0, 0)] * (x.ndim - 1))
-            return filled.reshape(*blocks, *x.shape[1:])
+            return jnp.pad(x, [(0, tokens - count)] + [(0, 0)] * (x.ndim - 1)).reshape(*blocks, *x.shape[1:])
 
-        return cut(hidden.reshape(-1, self.Embed.size)), cut(targets.reshape(-1)), cut(weights.reshape(-1))
+        return cut(hidden.reshape(count, -1)), *(cut(x.reshape(-1)) for x in by_token)
+
+    def groups(self, fused, hidden, *by_token):
+        """Return a device's tokens as [groups, blocks, block, ...], see `cut`."""
+        sizes = by_token[0].size, self.Embed.size, hidden.dtype.itemsize, self.block
+        return self.cut(loss_blocks(*sizes, fused), hidden, *by_token)
+
+    def first_of_device(self, head):
+        """Return the first column of the whole head that this device has."""
+        axes = self.vocab_mesh_axes
+        return jax.lax.axis_index(axes) * head.shape[1] if axes else 0
 
     def of_device(self, head):
         """Return the columns of the whole head that this device has: [vocab shard]."""
-        axes = self.vocab_mesh_axes
-        return (jax.lax.axis_index(axes) * head.shape[1] if axes else 0) + jnp.arange(head.shape[1])
+        return self.first_of_device(head) + jnp.arange(head.shape[1])
 
     def bounded(self, hidden, head):
         """Return hidden . head under the cap: float32 [block, vocab shard]."""
@@ -146,19 +158,34 @@ class HeadLoss:
         loss = jnp.sum(weights * (log_total - at_target)) + z_loss
         return jnp.stack([loss, z_loss]), weights * (1 + 2 * z * log_total) if z else weights
 
-    def of_block(self, hidden, head, targets, weights):
-        """Return the losses of one block and their gradient by hidden . head: [2], [block, vocab shard], float32."""
-        bounded = self.bounded(hidden, head)
-        logits = self.only_tokens(bounded, head)
+    def softmax(self, logits, head, targets):
+        """Return exp(logits - top) and the places of targets, [block, vocab shard]; and of each row, over all devices,
+        the largest logit `top`, the sum of the exponentials and the target's logit: [block]."""
         top, axes = jnp.max(logits, axis=-1), self.vocab_mesh_axes
         top = jax.lax.pmax(top, axes) if axes else top
         is_target = targets[:, None] == self.of_device(head)
         exponentials = jnp.exp(logits - top[:, None])
         sums = (exponentials.sum(-1), jnp.where(is_target, logits, 0).sum(-1))
-        total, at_target = jax.lax.psum(sums, axes) if axes else sums
+        return exponentials, is_target, top, *(jax.lax.psum(sums, axes) if axes else sums)
+
+    def of_block(self, hidden, head, targets, weights):
+        """Return the losses of one block and their gradient by hidden . head: [2], [block, vocab shard], float32."""
+        bounded = self.bounded(hidden, head)
+        logits = self.only_tokens(bounded, head)
+        exponentials, is_target, top, total, at_target = self.softmax(logits, head, targets)
         losses, factors = self.sums(jnp.log(total) + top, at_target, weights)
         by_logits = exponentials * (factors / total)[:, None] - jnp.where(is_target, weights[:, None], 0)
         return losses, by_logits * self.slope(bounded)
+
+    def scores_of_block(self, hidden, head, targets):
+        """Return the log-likelihood of each target and whether it is the likeliest token, [block] each."""
+        bounded, axes = self.bounded(hidden, head), self.vocab_mesh_axes
+        logits = jnp.where(self.of_device(head) < (self.logits.rows or self.Vocab.size), bounded, -jnp.inf)
+        _, _, top, total, at_target = self.softmax(logits, head, targets)
+        index = self.first_of_device(head) + jnp.argmax(logits, axis=-1)
+        index = jnp.where(jnp.max(logits, axis=-1) == top, index, self.Vocab.size)
+        index = jax.lax.pmin(index, axes) if axes else index  # NaN has no index
+        return at_target - top - jnp.log(total), index == targets
 
     def exponentials(self, hidden, head, targets, shift):
         """Return exp(logits - shift) by the slope of the cap, and of each row the sum of exponentials and the target's
@@ -209,11 +236,11 @@ def _loss(spec: HeadLoss, hidden, head, targets, weights):
         def step(losses, block):
             return losses + spec.of_block(block[0], head, *block[1:])[0], None
 
-        blocks = [x.reshape(-1, *x.shape[2:]) for x in spec.cut(False, hidden, targets, weights)]
+        blocks = [x.reshape(-1, *x.shape[2:]) for x in spec.groups(False, hidden, targets, weights)]
         losses, _ = jax.lax.scan(step, jnp.zeros(2), blocks)
         return _over_tokens(spec, losses)
 
-    return spec.sharded(local, (PartitionSpec(), PartitionSpec()))(hidden, head, targets, weights)
+    return spec.sharded(local, (PartitionSpec(), PartitionSpec()), hidden, head, targets, weights)
 
 
 def _over_tokens(spec: HeadLoss, losses: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -275,7 +302,7 @@ def _loss_forward(spec: HeadLoss, hidden, head, targets, weights):
             tokens = jax.lax.dynamic_update_index_in_dim(tokens, own.reshape(rows[0].shape), index, 0)
             return losses + of_rows, by_head, tokens
 
-        tokens, *others = spec.cut(spec.fused, hidden, targets, weights)
+        tokens, *others = spec.groups(spec.fused, hidden, targets, weights)
         last = len(tokens) - 1
         carry = jnp.zeros(2), jnp.zeros(head.shape, jnp.float32) if last else None, tokens
         # The last group is apart, so that its product writes the gradient by head in the compute dtype.
@@ -289,13 +316,8 @@ def _loss_forward(spec: HeadLoss, hidden, head, targets, weights):
     hidden_spec = layout.spec((*spec.tokens, spec.Embed), layout.compute)
     head_spec = layout.spec((spec.Embed, spec.Vocab), layout.params)
     outputs = PartitionSpec(), PartitionSpec(), hidden_spec, head_spec
-    *losses, by_hidden, by_head = spec.sharded(local, outputs)(hidden, head, targets, weights)
+    *losses, by_hidden, by_head = spec.sharded(local, outputs, hidden, head, targets, weights)
     return tuple(losses), (by_hidden, by_head, weights)
-
-
-def gradients_of_head(spec: HeadLoss, hidden, head, targets, weights) -> tuple[jax.Array, jax.Array]:
-    """Return the gradients of `next_token_loss` by `hidden` and `head`; weights may be negative."""
-    return _loss_forward(spec, hidden, head, targets, weights)[1][:2]
 
 
 def _loss_backward(spec: HeadLoss, saved, cotangents):
@@ -329,83 +351,32 @@ def target_scores(
       None: all are tokens
     - `cap`: the limit of the logits, by tanh; None: no limit
     """
-    Embed, Vocab = head.axes
-    hidden = hidden.rearrange((..., Embed))
-    tokens = hidden.axes[:-1]
-    layout = execution.layout
-    fused = execution.fused_logits and layout.devices((Vocab,), layout.compute) == 1
-    spec = HeadLoss(tokens, Embed, Vocab, layout, execution.loss_block, Logits(cap, vocabulary), fused)
-    arrays = hidden.array, head.array, targets.rearrange(tokens).array
+    spec, arrays = HeadLoss.of(hidden, head, execution, Logits(cap, vocabulary), targets)
+    names = tuple(axis.name for axis in spec.tokens)
     scores, likeliest = cast(tuple[jax.Array, jax.Array], _scores(spec, *arrays))
-    names = tuple(axis.name for axis in tokens)
     return NamedArray(scores, names), NamedArray(likeliest, names)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _scores(spec: HeadLoss, hidden, head, targets):
-    return _of_devices(spec, hidden, head, targets)
+    def local(hidden, head, targets):
+        size = min(spec.block, targets.size)
+        blocks = spec.cut((-(-targets.size // size), size), hidden, targets)
+        found = jax.lax.map(lambda block: spec.scores_of_block(block[0], head, block[1]), blocks)
+        return tuple(x.reshape(-1)[: targets.size].reshape(targets.shape) for x in found)
 
-
-def _of_devices(spec: HeadLoss, hidden, head, targets):
-    layout = spec.layout
-    by_token = layout.spec(spec.tokens, layout.compute)
-    arrays = (*spec.tokens, spec.Embed), (spec.Embed, spec.Vocab)
-    in_specs = (*(layout.spec(axes, layout.compute) for axes in arrays), by_token)
-    score = HeadScores(spec.Vocab, spec.logits.rows or spec.Vocab.size, layout, spec.block, spec.logits.cap)
-    return layout.shard_map(score, in_specs, (by_token, by_token))(hidden, head, targets)
+    by_token = spec.layout.spec(spec.tokens, spec.layout.compute)
+    return spec.sharded(local, (by_token, by_token), hidden, head, targets)
 
 
 def _scores_forward(spec: HeadLoss, hidden, head, targets):
-    return _of_devices(spec, hidden, head, targets), (hidden, head, targets)
+    return _scores(spec, hidden, head, targets), (hidden, head, targets)
 
 
 def _scores_backward(spec: HeadLoss, saved, cotangents):
     hidden, head, targets = saved
-    return *gradients_of_head(spec, hidden, head, targets, weights=-cotangents[0]), None
+    by_hidden, by_head, _ = _loss_forward(spec, hidden, head, targets, -cotangents[0])[1]
+    return by_hidden, by_head, None
 
 
 _scores.defvjp(_scores_forward, _scores_backward)
-
-
-@dataclass(frozen=True)
-class HeadScores:
-    """The computation of one device."""
-
-    Vocab: Axis
-    vocabulary: int  # columns of the whole head that are tokens
-    layout: Layout
-    block: int  # tokens whose logits are in memory at a time
-    cap: float | None = None
-
-    def __call__(self, hidden: jax.Array, head: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Map [batch, position, embed], [embed, vocab shard], [batch, position] to [batch, position] twice."""
-        count = targets.size
-        size = min(self.block, count)
-        blocks = -(-count // size)
-
-        def cut(x: jax.Array) -> jax.Array:
-            filled = jnp.pad(x, [(0, blocks * size - count)] + [(0, 0)] * (x.ndim - 1))
-            return filled.reshape(blocks, size, *x.shape[1:])
-
-        def whole(x: jax.Array) -> jax.Array:
-            return x.reshape(-1)[:count].reshape(targets.shape)
-
-        parts = cut(hidden.reshape(count, -1)), cut(targets.reshape(-1))
-        scores, likeliest = jax.lax.map(lambda part: self.of_block(part[0], head, part[1]), parts)
-        return whole(scores), whole(likeliest)
-
-    def of_block(self, hidden: jax.Array, head: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the log-likelihood and whether it is the likeliest, [block] each."""
-        axes, width = self.layout.mesh_axes((self.Vocab,), self.layout.compute), head.shape[1]
-        logits = capped(jnp.dot(hidden, head, preferred_element_type=jnp.float32), self.cap)
-        first: Any = jax.lax.axis_index(axes) * width if axes else 0
-        columns = first + jnp.arange(width)
-        logits = jnp.where(columns < self.vocabulary, logits, -jnp.inf)
-        own_top, own_index = jnp.max(logits, axis=-1), first + jnp.argmax(logits, axis=-1)
-        top = jax.lax.pmax(own_top, axes) if axes else own_top
-        index = jnp.where(own_top == top, own_index, self.Vocab.size)  # NaN has no index
-        index = jax.lax.pmin(index, axes) if axes else index
-        at_target = jnp.where(targets[:, None] == columns, logits, 0)
-        sums = (jnp.exp(logits - top[:, None]).sum(-1), at_target.sum(-1))
-        total, at_target = jax.lax.psum(sums, axes) if axes else sums
-        return at_target - top - jnp.log(total), index == targets

@@ -1,113 +1,32 @@
 """The lock of a run, which lets one process at a time train it, on any host.
 
-The lock is a lease: a file or an object `lock` that names its holder and has a counter, which the holder increases
-every few seconds. A process that finds a lease waits until it knows whether the counter still increases, unless the
-holder was a process of this machine that has ended. An expired lease is overwritten; the process that the lease names a
-moment later holds it. In a store with conditional requests, a lease is created only if there is none. A process that
-finds another holder in its lease has lost it and must not write any more; it was unreachable for so long that its lease
-expired.
+The lock is a lease (`storage.lease`), `lock`. A process that finds a lease waits until it knows whether the counter
+still increases, unless the holder has ended. An expired lease is overwritten; the process that the lease names a moment
+later holds it. In a store with conditional requests, a lease is created only if there is none. A process that finds
+another holder in its lease has lost it and must not write any more.
 
 On a disk the file is also locked (flock), so that a process of the same host takes the lease or is rejected at once;
 the system releases that lock when the process ends. Some network file systems do not pass that lock to other hosts, or
 only with certain mount options. The lease works on all hosts.
 """
 
-import json
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, replace
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from threading import Event, Thread
 from typing import IO
-from uuid import uuid4
 
-from gregale.atomic_files import NO_LOCKS, LockHeld, LockHolder, acquire, is_held, is_process_dead, machine
+from gregale.atomic_files import NO_LOCKS, LockHeld, LockHolder, acquire, is_held
 from gregale.errors import Busy, UserError
-from gregale.storage import StoragePath, StoreError, create
+from gregale.storage import StoragePath, create
+from gregale.storage.lease import HeldLease, LeaseRecord
 
 LOCK = "lock"
 BEAT_SECONDS = 10.0
 TIMEOUT_SECONDS = 6 * BEAT_SECONDS  # maximum age of the lease of a running process on another host
-_MAX_BYTES = 4096  # a lease is smaller
 _PERIODS = 3.0  # number of intervals without a renewal after which a lease has expired
-
-
-@dataclass(frozen=True)
-class LeaseRecord(LockHolder):
-    """The content of the file or the object."""
-
-    machine: str  # identifies the machine, because two hosts may have the same name
-    token: str
-    count: int = 0
-
-    @staticmethod
-    def of_this_process() -> "LeaseRecord":
-        return LeaseRecord(**asdict(LockHolder.this_process()), machine=machine(), token=uuid4().hex)
-
-    @staticmethod
-    def parse(content: bytes) -> "LeaseRecord | None":
-        """Parse a lease; return None if the content is no lease."""
-        try:
-            return LeaseRecord(**json.loads(content))
-        except (ValueError, TypeError):
-            return None
-
-    @staticmethod
-    def read(path: StoragePath) -> "LeaseRecord | None":
-        """Read a lease; return None if it is absent or damaged."""
-        try:
-            return LeaseRecord.parse(path.read_bytes())
-        except FileNotFoundError:
-            return None
-
-    def write(self, path: StoragePath) -> None:
-        if not isinstance(path, Path):
-            path.write_bytes(self.to_bytes())
-            return
-        with path.open("r+b", buffering=0) as file:  # keeps the locked file, and works on a full disk
-            file.write(self.to_bytes())
-            file.truncate()
-
-    def to_bytes(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
-
-    @property
-    def is_abandoned(self) -> bool:
-        """Whether the holder was a process of this machine, and no process has its id now."""
-        return self.machine == machine() and is_process_dead(self.pid)
-
-
-class RunLease:
-    """A lease that this process holds until it loses it; `locked` is the lock file on a disk with locks."""
-
-    def __init__(self, path: StoragePath, lease: LeaseRecord, locked: IO[str] | None = None):
-        self._path, self._lease, self._locked = path, lease, locked
-        self._lost_to: LeaseRecord | None = None
-
-    def check(self) -> None:
-        """Read the lease; raise `UserError` if this process has lost it."""
-        found = LeaseRecord.read(self._path)
-        if found is None and self._locked is not None:  # another process may have taken it, ended and removed it
-            found = LeaseRecord.parse(os.pread(self._locked.fileno(), _MAX_BYTES, 0))
-        if found is not None and found.token != self._lease.token:
-            self._lost_to = found
-        if self._lost_to is not None:
-            raise UserError(f"{self._path.parent}: this process lost the run's lease to {self._lost_to}")
-
-    def renew(self) -> None:
-        """Increase the counter of the lease. Raises as `check`."""
-        self.check()
-        self._lease = replace(self._lease, count=self._lease.count + 1)
-        self._lease.write(self._path)
-
-    def release(self) -> None:
-        """Delete the lease if this process still holds it."""
-        found = LeaseRecord.read(self._path)
-        if found is not None and found.token == self._lease.token:
-            self._path.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -127,16 +46,14 @@ def training(
     """
     with _locked(directory) as file:
         lease = _take_lease(directory / LOCK, report, beat_seconds, file is not None)
-        held, ended = RunLease(directory / LOCK, lease, file), Event()
-        renewing = Thread(target=_renew, args=(held, ended, report, beat_seconds), daemon=True, name="run lease")
-        renewing.start()
-        try:
+        held = HeldLease(directory / LOCK, lease, "run's lease", file)
+
+        def stop(error: UserError) -> None:
+            report(f"{error}. It stops.")
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        with held.renewed(beat_seconds, stop):
             yield held.check
-        finally:
-            ended.set()
-            renewing.join(beat_seconds)
-            with suppress(StoreError, OSError):  # after a failure the next process waits until the lease expires
-                held.release()
 
 
 def is_being_trained(directory: StoragePath) -> bool:
@@ -209,16 +126,3 @@ def _take_lease(path: StoragePath, report: Callable[[str], None], beat_seconds: 
     if found is not None and found.token != mine.token:
         raise _refusal(path.parent, found)
     return mine
-
-
-def _renew(held: RunLease, ended: Event, report: Callable[[str], None], seconds: float) -> None:
-    """Renew a lease until `ended`; stop this process by SIGTERM if it has lost the lease."""
-    while not ended.wait(seconds):
-        try:
-            held.renew()
-        except (StoreError, OSError):
-            continue  # the storage fails, so no other process can take the lease either
-        except UserError as error:
-            report(f"{error}. It stops.")
-            os.kill(os.getpid(), signal.SIGTERM)
-            return
