@@ -27,10 +27,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gregale.audit.chips import CHIPS
-from gregale.audit.collectives import INSIDE
-from gregale.audit.pallas_cost import visible
-from gregale.audit.roofline import roofline
+from gregale.cost.chips import CHIPS
+from gregale.cost.collectives import INSIDE
+from gregale.cost.pallas_cost import visible
+from gregale.cost.roofline import roofline
 from gregale.programs.plan.command import tokens_of
 from gregale.programs.plan.devices import topology_target
 from gregale.programs.plan.estimates import estimated_link_bytes, estimated_work, step_shape

@@ -28,9 +28,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gregale.audit.chips import CHIPS
-from gregale.audit.roofline import model_flops_per_token
 from gregale.axes.layout import MeshConfig, make_mesh
+from gregale.cost.chips import CHIPS
+from gregale.cost.roofline import model_flops_per_token
 from gregale.distributed.devices import start_devices
 from gregale.model.config import ComputeConfig
 from gregale.model.llama import LlamaConfig

@@ -1,4 +1,4 @@
-"""Cycles of the attention kernels by the TPU compiler's bundles: writes src/gregale/audit/kernel_cycles.json.
+"""Cycles of the attention kernels by the TPU compiler's bundles: writes src/gregale/cost/kernel_cycles.json.
 
     python benchmarks/kernel_cycles.py [--chips v5e v6e] [--head-sizes 128] [--blocks 2048] [--passes forward]
     python benchmarks/kernel_cycles.py --chips v5e --blocks 1024,512,256 2048,512,256   # prints, and writes nothing
@@ -30,11 +30,11 @@ import tempfile
 from dataclasses import asdict, astuple, replace
 from pathlib import Path
 
-from gregale.audit.chips import CHIPS, Chip
-from gregale.audit.pallas_cost import Kernel, Pairs, kernel_of
+from gregale.cost.chips import CHIPS, Chip
+from gregale.cost.pallas_cost import Kernel, Pairs, kernel_of
 from gregale.model.kernels.tpu.blocks import Block, blocks_for
 
-TABLE = Path(__file__).parents[1] / "src/gregale/audit/kernel_cycles.json"
+TABLE = Path(__file__).parents[1] / "src/gregale/cost/kernel_cycles.json"
 TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"}
 ROWS_OF_TOKENS, HEADS, KV_HEADS = 2, 8, 2
 BLOCKS_OF_A_ROW = 4
@@ -122,10 +122,10 @@ def worker(run: str, chip: str, head_size: int, block: Block, folder: str) -> No
     from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    from gregale.audit.hlo import parse
+    from gregale.cost.hlo import parse
     from gregale.model.kernels.tpu.attention import Inputs, forward, fused, split
     from gregale.model.kernels.tpu.attention import Kernel as Grid
-    from gregale.model.kernels.tpu.pairs import Pairs as Sequence
+    from gregale.model.kernels.tpu.attention_block_grid import Pairs as Sequence
 
     device = topologies.get_topology_desc(TOPOLOGIES[chip], platform="tpu").devices[0]
     sharding = NamedSharding(Mesh(np.array([device]), "a"), PartitionSpec())

@@ -10,8 +10,8 @@ over arrays of bfloat16 that is bound by memory takes half of its estimate. It t
 import argparse
 import re
 
-from gregale.audit.chips import CHIPS
-from gregale.audit.hlo import Computation, parse
+from gregale.cost.chips import CHIPS
+from gregale.cost.hlo import Computation, parse
 from gregale.programs.plan.devices import topology_target
 
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}

@@ -2,7 +2,7 @@
 
     python benchmarks/memory_sweep.py [--again] [--only gemma3-1b qwen3-4b]
 
-The compiled peaks are in `src/gregale/audit/compared.json`, with the kinds and sizes of the steps: a remedy of `gregale
+The compiled peaks are in `src/gregale/cost/compared.json`, with the kinds and sizes of the steps: a remedy of `gregale
 plan` is certain only between them. A row takes 10 to 60 seconds of a processor to compile. Without `--again`, rows that
 are in the file are not compiled.
 """
@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gregale.audit.estimate import TPU, kind_of, sizes_of
+from gregale.cost.estimate import TPU, kind_of, sizes_of
 from gregale.programs.plan.devices import topology_target
 from gregale.programs.plan.estimates import estimate, step_shape, tree_bytes
 from gregale.programs.plan.step import STEP, Request, reported, setup_for
@@ -24,7 +24,7 @@ from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
 
-FILE = Path(__file__).parents[1] / "src/gregale/audit/compared.json"
+FILE = Path(__file__).parents[1] / "src/gregale/cost/compared.json"
 GIB = 2**30
 GEMMA = {
     "type": "gemma", "tied_head": True, "norms": "around", "activation": "gelu", "norm_offset": 1.0,

@@ -48,7 +48,7 @@ TESTS = Path(__file__).parent
 SLOW = (
     *("process/", "mesh/", "programs/", "docs/", "methods/"),
     *("communication/pipeline/test_stack.py", "model/test_llama.py", "inference/test_generate.py", "model/kernels/"),
-    *("audit/test_traffic.py", "communication/test_quantised.py", "communication/test_network.py", "huggingface/"),
+    *("cost/test_traffic.py", "communication/test_quantised.py", "communication/test_network.py", "huggingface/"),
     *(
         "islands/transport/test_lighthouse.py",
         "islands/transport/test_transfer.py",

@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "gregale"
 
 LAYERS = [
     {"version", "errors", "settings", "atomic_files", "formatting", "streams", "terminal", "storage", "axes"},
-    {"model", "data", "optim", "codecs", "audit", "timeline"},
+    {"model", "data", "optim", "codecs", "cost", "timeline"},
     {"communication", "huggingface", "inference", "evaluation", "objectives"},
     {"methods"},
     {"distributed"},

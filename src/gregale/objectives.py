@@ -67,7 +67,7 @@ class ObjectiveConfig(Settings, draccus.ChoiceRegistry):
     rows_together: ClassVar[int] = 1  # 2: rows 2k and 2k + 1 of a batch are a pair, of sources with `form: pairs`
     needs_reference: ClassVar[bool] = False  # it computes with `Passes.reference`; without an adapter a second copy
     is_models_own: ClassVar[bool] = False  # it is the model's `loss`
-    has_closed_forms: ClassVar[bool] = False  # of memory and time (`gregale.audit`)
+    has_closed_forms: ClassVar[bool] = False  # of memory and time (`gregale.cost`)
 
     @classmethod
     def default_choice_name(cls) -> str:

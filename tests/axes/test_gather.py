@@ -7,9 +7,9 @@ import numpy as np
 from haliax import Axis
 from jax.sharding import PartitionSpec
 
-from gregale.audit import audit
 from gregale.axes.gather import gathered, scattered
 from gregale.axes.layout import EMBED
+from gregale.cost import audit
 from tests.mesh.support import layout_of, placed
 
 Rows, Embed, Mlp = Axis("rows", 12), Axis(EMBED, 16), Axis("mlp", 8)

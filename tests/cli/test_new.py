@@ -61,4 +61,4 @@ def test_a_wheel_has_every_module_and_every_data_file(tmp_path):
     files = {name for name in source if (ROOT / "src" / name).is_file() and "__pycache__" not in name}
     starters = {f"gregale/starters/{path.name}" for path in (*EXAMPLES, *(ROOT / "config").glob("*.jsonl"))}
     assert content == files | starters
-    assert {"gregale/py.typed", "gregale/web/page.js", "gregale/audit/kernel_cycles.json"} <= content
+    assert {"gregale/py.typed", "gregale/web/page.js", "gregale/cost/kernel_cycles.json"} <= content

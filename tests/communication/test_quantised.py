@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from gregale.audit import audit
 from gregale.axes.layout import REPLICA, is_named
 from gregale.codecs.codec import FeedbackConfig, ReduceConfig, load
 from gregale.communication.quantised import QuantisedReducer
+from gregale.cost import audit
 from tests.codecs.wire_format import round_trip as quantised
 from tests.mesh.support import layout_of
 
@@ -40,7 +40,7 @@ class Program:
         self.start = jax.device_put(start, reducer.shardings(start))
 
         def step(sums, weights, error):
-            averages, error = reducer.reduce(sums, reducer.totals(weights)[0], error)
+            averages, error = reducer.reduce(sums, reducer.all_reduce_scalars(weights)[0], error)
             given, error = reducer.all_gather_params(averages, error)
             return averages, given, error
 

@@ -10,9 +10,9 @@ import pytest
 from haliax import Axis
 from jax.sharding import PartitionSpec
 
-from gregale.audit import audit
 from gregale.axes.layout import EMBED, REPLICA
 from gregale.communication.reduce import ExactReducer, all_gather_params
+from gregale.cost import audit
 from tests.mesh.support import layout_of, placed
 
 Embed, Mlp, Vocab = Axis(EMBED, 16), Axis("mlp", 8), Axis("vocab", 32)
@@ -32,7 +32,7 @@ def sums_of(layout):
 
 def average(layout, sums, weights):
     reducer = ExactReducer(layout)
-    return reducer.reduce(sums, *reducer.totals(weights), None)[0]
+    return reducer.reduce(sums, *reducer.all_reduce_scalars(weights), None)[0]
 
 
 @cache

@@ -15,8 +15,8 @@ from gregale.data.store import (
     CHUNK_BYTES,
     LENGTH,
     ChunkCache,
+    LossMask,
     PartManifest,
-    Supervised,
     TokenStore,
     complete_store,
     open_store,
@@ -24,7 +24,7 @@ from gregale.data.store import (
     silent,
     write_part_manifest,
 )
-from gregale.data.tokenizers import NONE, BytesTokenizer, Corrections
+from gregale.data.tokenizers import NONE, ByteCountOverrides, BytesTokenizer
 
 END = 9
 
@@ -52,8 +52,8 @@ class InMemory:
 
     tokens: np.ndarray
     offsets: np.ndarray
-    corrections: Corrections = NONE
-    supervised: Supervised | None = None
+    corrections: ByteCountOverrides = NONE
+    supervised: LossMask | None = None
 
 
 def in_memory(documents: Sequence[Sequence[int]]) -> InMemory:

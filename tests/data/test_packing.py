@@ -18,8 +18,8 @@ from gregale.data.examples import PackedRows, Packing, held_out_examples, in_ord
 from gregale.data.mixtures import replica_examples
 from gregale.data.preparation import prepare
 from gregale.data.sources import TextSource
-from gregale.data.store import Supervised
-from gregale.data.tokenizers import Corrections
+from gregale.data.store import LossMask
+from gregale.data.tokenizers import ByteCountOverrides
 from gregale.errors import UserError
 from tests.data.conftest import in_memory, stream_of
 from tests.mesh.support import assert_trees_close, one_device, small_model
@@ -109,9 +109,11 @@ def test_targets_are_counted_and_each_has_its_bytes_once():
     assert at_the_end.targets == sum(at_the_end[number]["loss_mask"].sum() for number in range(2)) == 2 * L - 2
     lengths = np.random.default_rng(0).integers(1, L + 2, 50)
     documents = documents_of(lengths)
-    store = dataclasses.replace(in_memory(documents), corrections=Corrections.of(np.arange(1, 1 + sum(lengths)) % 3))
+    store = dataclasses.replace(
+        in_memory(documents), corrections=ByteCountOverrides.of(np.arange(1, 1 + sum(lengths)) % 3)
+    )
     mask = np.random.default_rng(1).integers(0, 2, sum(lengths)).astype(bool)
-    masked = dataclasses.replace(store, supervised=Supervised.joined([mask]))
+    masked = dataclasses.replace(store, supervised=LossMask.joined([mask]))
     cut = [Packing(FIT.kind, long_documents=choice) for choice in ("keep_start", "keep_end")]
     for kind in (FIT, PAD, *cut, Packing("concat"), Packing("concat", cross_documents=True)):
         for each in (store, masked):
@@ -127,7 +129,7 @@ def test_targets_are_counted_and_each_has_its_bytes_once():
 def test_documents_that_lose_all_their_loss_to_a_cut_are_counted():
     store = in_memory(documents_of([6, 6, 6]))
     ends = [np.arange(6) == place for place in (5, 1, 5)]
-    stream = stream_of(dataclasses.replace(store, supervised=Supervised.joined(ends)))
+    stream = stream_of(dataclasses.replace(store, supervised=LossMask.joined(ends)))
     start, end = (PackedRows(stream, 3, Packing("fit", long_documents=f"keep_{each}")) for each in ("start", "end"))
     assert start.note.endswith("counted from 0; 2 of them keep no token that the loss is on")
     assert end.note.endswith("counted from 0; 1 of them keep no token that the loss is on")

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from gregale.data.config import DataConfig
 from gregale.data.preparation import prepare
 from gregale.data.sources import JsonLinesSource
-from gregale.data.tokenizers import Corrections, FileConfig, LibraryTokenizer
+from gregale.data.tokenizers import ByteCountOverrides, FileConfig, LibraryTokenizer
 from gregale.evaluation.bigram import more_bytes_of
 from gregale.programs.runtime.evaluation import SlidingWindows
 
@@ -108,7 +108,9 @@ def test_a_space_that_was_put_before_the_text_is_no_byte_of_it():
 @given(st.lists(st.tuples(st.integers(0, 9), st.lists(st.integers(-3, 3), max_size=9))))
 def test_corrections_are_found_after_packing_and_joining(parts):
     rows = [np.array([*differences, *[0] * zeros], np.int64) for zeros, differences in parts]
-    one = Corrections.joined([(len(row), Corrections.unpacked(Corrections.of(row).packed())) for row in rows])
+    one = ByteCountOverrides.joined(
+        [(len(row), ByteCountOverrides.unpacked(ByteCountOverrides.of(row).packed())) for row in rows]
+    )
     whole = np.concatenate([*rows, np.zeros(0, np.int64)])
     np.testing.assert_array_equal(one.at(np.arange(len(whole))), whole)
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gregale.audit.hlo import parse, walk
 from gregale.axes.layout import BATCH
+from gregale.cost.hlo import parse, walk
 from gregale.inference import generate
 from gregale.inference.generate import BLOCK, Generator, Last, Prompt, Sampling, draw, width_of
 from gregale.model.execution import Execution

@@ -30,7 +30,7 @@ from gregale.islands.state import InnerOptimizerState
 from gregale.islands.trainer_command import (
     ApplyRound,
     CopyInnerState,
-    Down,
+    DeviceToHostCopy,
     Finish,
     LoadOuterState,
     RoundPacing,
@@ -152,9 +152,9 @@ def test_a_round_without_a_message_does_not_wait_until_the_device_has_computed_i
     computed = Event()
     late = Timer(5.0, computed.set)
 
-    def fetch_down() -> Down:
+    def fetch_down() -> DeviceToHostCopy:
         computed.wait()
-        return Down({}, 1.0, 1.0)
+        return DeviceToHostCopy({}, 1.0, 1.0)
 
     late.start()
     follower.message_sent(5, fetch_down, 0)
@@ -171,7 +171,7 @@ def test_messages_are_stored_when_all_hosts_have_theirs(island):
     waiting.start()
     waiting.join(0.1)
     assert waiting.is_alive()
-    follower.message_sent(4, lambda: Down({}, 1.0, 1.0), 0)
+    follower.message_sent(4, lambda: DeviceToHostCopy({}, 1.0, 1.0), 0)
     waiting.join(10)
     assert not waiting.is_alive()
     assert own.log[0][:2] == other.log[0][:2] == ("store_messages", 4)

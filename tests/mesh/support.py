@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from haliax import Axis, NamedArray
 
-from gregale.audit import Audit
-from gregale.audit.estimate import CPU
 from gregale.axes.layout import BATCH, REPLICA, Layout, MeshConfig, make_mesh
 from gregale.axes.mapping import standard_layout
 from gregale.axes.parameters import position_order
+from gregale.cost import Audit
+from gregale.cost.estimate import CPU
 from gregale.model.execution import Execution
 from gregale.model.kernels.cpu import cpu_kernels
 from gregale.model.kernels.dispatch import KernelRequest, kernels_for

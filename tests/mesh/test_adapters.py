@@ -14,8 +14,8 @@ import pytest
 from haliax import Axis
 from haliax.nn import Linear
 
-from gregale.audit import audit
 from gregale.axes.layout import LORA_RANK, is_named, make_mesh
+from gregale.cost import audit
 from gregale.errors import UserError
 from gregale.huggingface.families import parameters_of
 from gregale.huggingface.peft import adapter_slots

@@ -7,11 +7,11 @@ import jax
 import numpy as np
 import pytest
 
-from gregale.audit import Audit, audit
-from gregale.audit.estimate import CPU
-from gregale.audit.traffic import expected_transfers
 from gregale.axes.layout import REPLICA, MeshConfig, make_mesh
 from gregale.codecs.codec import FeedbackConfig, ReduceConfig
+from gregale.cost import Audit, audit
+from gregale.cost.estimate import CPU
+from gregale.cost.traffic import expected_transfers
 from gregale.methods.config import DilocoConfig, StreamingDilocoConfig
 from gregale.model.config import ComputeConfig
 from gregale.model.llama import GemmaConfig
@@ -59,7 +59,11 @@ def summed(setup: Setup, batch) -> tuple[float, dict[str, np.ndarray], Audit]:
     state = setup.initial_state().method
     held_batch = held(batch, setup.layout)
     psdp = setup.psdp
-    program = jax.jit(lambda state, batch: psdp.sums(psdp.ready(state), batch)).lower(state, held_batch).compile()
+    program = (
+        jax.jit(lambda state, batch: psdp.accumulate_gradients(psdp.gathered_params(state), batch))
+        .lower(state, held_batch)
+        .compile()
+    )
     found = jax.device_get(program(state, held_batch))
     gradients = {
         jax.tree_util.keystr(path): leaf.sum(0) for path, leaf in jax.tree_util.tree_leaves_with_path(found.gradients)

@@ -81,9 +81,9 @@ def steps_of(setup: Setup, count: int) -> tuple[list[dict[str, float]], list[np.
     for number in range(1, count + 1):
         actions = setup.method.actions(number)
         batch = held(token_batch(ROWS, POSITIONS, VOCABULARY, seed=number), setup.layout)
-        state, metrics = step(state, batch, *actions.during)
-        if actions.after is not None:
-            state, _ = jax.jit(setup.method.synchronise)(state, actions.after)
+        state, metrics = step(state, batch, *actions.step_args)
+        if actions.post_step is not None:
+            state, _ = jax.jit(setup.method.synchronise)(state, actions.post_step)
         logged.append(measured(StepReport(jax.device_get(metrics), 0, 0)))
     inner = getattr(state, "inner", state)  # [replica, ...] if replicas train separately
     return logged, [np.asarray(leaf) for leaf in jax.tree.leaves(inner.parameters)], inner.buffers

@@ -13,9 +13,9 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from gregale.audit import Audit, audit
 from gregale.axes.layout import REPLICA, MeshConfig, make_mesh
 from gregale.axes.mapping import MappingConfig
+from gregale.cost import Audit, audit
 from gregale.errors import UserError
 from gregale.methods.method import PsdpState
 from gregale.model.config import ComputeConfig, ModelConfig
@@ -53,7 +53,7 @@ def step_of(setup: Setup) -> tuple[float, dict[str, np.ndarray], Audit]:
     batch = held(token_batch(ROWS, POSITIONS, VOCABULARY), setup.layout)
 
     def gradients(state, batch):
-        _, grads, metrics = psdp._moved(state, psdp.ready(state), batch)
+        _, grads, metrics = psdp._moved(state, psdp.gathered_params(state), batch)
         return metrics.loss, grads
 
     program = jax.jit(gradients).lower(state, batch).compile()

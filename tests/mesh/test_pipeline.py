@@ -8,10 +8,9 @@ import jax
 import pytest
 from haliax import Axis
 
-from gregale.audit import Audit, audit
 from gregale.axes.layout import BATCH
 from gregale.communication.pipeline import DATA, LAYER, STAGE, Fixed, Schedule, Stages, loop_layout
-from tests.audit.warnings import captured_compiler_warnings
+from gregale.cost import Audit, audit
 from tests.communication.pipeline.test_stack import (
     Embed,
     Out,
@@ -23,6 +22,7 @@ from tests.communication.pipeline.test_stack import (
     stack_of,
     toy_layer,
 )
+from tests.cost.warnings import captured_compiler_warnings
 from tests.mesh.support import layout_of
 
 pytestmark = pytest.mark.usefixtures("compiled_anew")  # plans tell what the compiler warns of

@@ -7,9 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from gregale.audit import Audit, audit
 from gregale.axes.layout import AXES, MeshConfig, make_mesh
 from gregale.communication.pipeline import PipelineConfig
+from gregale.cost import Audit, audit
 from gregale.model.config import BalanceConfig, ComputeConfig, ExpertsConfig
 from gregale.model.llama import LlamaConfig
 from gregale.optim import AdamWConfig, ConstantSchedule

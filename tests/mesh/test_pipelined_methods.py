@@ -11,11 +11,11 @@ import numpy as np
 import optax
 from haliax import NamedArray
 
-from gregale.audit import Audit, audit
-from gregale.audit.traffic import bytes_by_axes
 from gregale.axes.layout import REPLICA, Layout
 from gregale.codecs.codec import ReduceConfig
 from gregale.communication.pipeline import Pipeline, Schedule
+from gregale.cost import Audit, audit
+from gregale.cost.traffic import bytes_by_axes
 from gregale.methods.diloco import Diloco
 from gregale.methods.method import Method
 from gregale.methods.psdp import Psdp
@@ -62,7 +62,7 @@ def trained(method: Method, layout: Layout) -> Outcome:
         mixed = {name: NamedArray(leaf.array[order], leaf.axis_names) for name, leaf in rows.items()}
         batch = placed(mixed, layout, layout.compute)
         if step == 1:
-            compiled = stepper.program.lower(state, batch, *method.actions(1).during).compile()
+            compiled = stepper.program.lower(state, batch, *method.actions(1).step_args).compile()
             outcome.audit = audit(compiled, layout.mesh)
         state, report = stepper(state, batch, step)
         outcome.losses.append(np.asarray(report.metrics.loss))

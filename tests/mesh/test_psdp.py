@@ -14,13 +14,13 @@ import numpy as np
 import optax
 import pytest
 
-from gregale.audit import Audit, audit
 from gregale.axes.layout import EMBED, REPLICA, Layout, named_arrays
 from gregale.axes.mapping import TENSOR_PARALLEL
+from gregale.cost import Audit, audit
 from gregale.methods.psdp import Psdp
 from gregale.optim import AdamWConfig, ConstantSchedule, MuonConfig, OptimizerConfig
-from tests.audit.warnings import captured_compiler_warnings
 from tests.conventional import conventional_step
+from tests.cost.warnings import captured_compiler_warnings
 from tests.mesh.support import SMALL, executed, layout_of, placed, small_model, token_batch
 from tests.model import oracle
 

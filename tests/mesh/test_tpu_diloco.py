@@ -5,11 +5,11 @@ import pytest
 from haliax import Axis
 from jax.experimental import topologies
 
-from gregale.audit import audit
-from gregale.audit.hlo import parse
-from gregale.audit.overlap import ends
 from gregale.axes.layout import MeshConfig, make_mesh
 from gregale.axes.mapping import standard_layout
+from gregale.cost import audit
+from gregale.cost.hlo import parse
+from gregale.cost.overlap import ends
 from gregale.methods.diloco import Diloco
 from gregale.methods.psdp import Psdp
 from gregale.methods.schedule import Fragment, Schedule

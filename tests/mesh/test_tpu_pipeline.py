@@ -8,11 +8,11 @@ import pytest
 from haliax import Axis, NamedArray
 from jax.experimental import topologies
 
-from gregale.audit import audit
-from gregale.audit.hlo import Computation, Instruction, parse
 from gregale.axes.layout import BATCH, LAYERS, Layout, MeshConfig, make_mesh
 from gregale.axes.mapping import standard_layout
 from gregale.communication.pipeline import IO, OUTPUTS, Pipeline, Schedule, pipelined
+from gregale.cost import audit
+from gregale.cost.hlo import Computation, Instruction, parse
 
 pytestmark = pytest.mark.usefixtures("compiled_anew")  # plans tell what the compiler warns of
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from gregale.audit import Audit
-from gregale.audit.collectives import BETWEEN, INSIDE
-from gregale.audit.estimate import compiler_memory
-from gregale.audit.hlo import parse
-from gregale.audit.overlap import CALIBRATION
 from gregale.axes.layout import MeshConfig
+from gregale.cost import Audit
+from gregale.cost.collectives import BETWEEN, INSIDE
+from gregale.cost.estimate import compiler_memory
+from gregale.cost.hlo import parse
+from gregale.cost.overlap import CALIBRATION
 from gregale.errors import UserError
 from gregale.model.config import ComputeConfig
 from gregale.model.llama import LlamaConfig

@@ -10,7 +10,7 @@ from haliax import Axis
 
 from gregale.axes.layout import MeshConfig, make_mesh
 from gregale.axes.mapping import standard_layout
-from gregale.methods.method import PseudoGradient, cosine, products
+from gregale.methods.method import PseudoGradientStats, cosine, products
 
 Layers, Embed, Other = Axis("layers", 3), Axis("embed", 512), Axis("other", 5)
 AXES = {"split": (Layers, Embed), "also": (Embed, Other), "whole": (Other,)}
@@ -40,7 +40,7 @@ def pseudo_gradients(replicas: int, seed: int = 0, common: float = 1.0) -> dict[
     return {name: one([axis.size for axis in axes]) for name, axes in AXES.items()}
 
 
-def measured(gradients: dict[str, np.ndarray], weights: np.ndarray, mesh: MeshConfig) -> PseudoGradient:
+def measured(gradients: dict[str, np.ndarray], weights: np.ndarray, mesh: MeshConfig) -> PseudoGradientStats:
     """What the program measures, on the mesh, around some theta."""
     axis = "island" if mesh.island > 1 else "replica"
     layout = standard_layout(make_mesh(mesh))
@@ -58,7 +58,7 @@ def measured(gradients: dict[str, np.ndarray], weights: np.ndarray, mesh: MeshCo
     theta, mean = placed(theta, layout.opt_state), placed(mean, layout.opt_state)
     measure = jax.jit(lambda own, theta, mean: products(own, theta, mean, layout, axis))
     square, product = measure(own, theta, mean)
-    return PseudoGradient(np.float32(0), weights, square, product)
+    return PseudoGradientStats(np.float32(0), weights, square, product)
 
 
 def flat(gradients: dict[str, np.ndarray], replicas: int) -> np.ndarray:
@@ -117,14 +117,14 @@ def test_replicas_that_moved_alike_and_against_one_another():
     for own, expected in ((alike, 1.0), (np.stack([alike[0], -alike[0]]), -1.0)):
         weight = np.ones(len(own))
         product = own @ own.mean(0)
-        assert cosine(PseudoGradient(0.0, weight, (own**2).sum(1), product)) == pytest.approx(expected)
+        assert cosine(PseudoGradientStats(0.0, weight, (own**2).sum(1), product)) == pytest.approx(expected)
 
 
 @pytest.mark.quick
 def test_a_replica_that_is_left_out_does_not_count():
     own, weight = pseudo_gradients(4)["whole"], np.array([1.0, 0.0, 3.0, 2.0])
     product = own @ (weight @ own / weight.sum())
-    found = cosine(PseudoGradient(0.0, weight, (own**2).sum(1), product))
+    found = cosine(PseudoGradientStats(0.0, weight, (own**2).sum(1), product))
     assert found == pytest.approx(of_pairs(own[weight > 0], weight[weight > 0]))
 
 
@@ -138,4 +138,4 @@ def test_without_two_that_moved_there_is_none():
         ("overflow", [1.0, 1.0], [np.inf, 1.0], [1.0, 1.0]),
         ("nan", [1.0, 1.0], [np.nan, 1.0], [1.0, 1.0]),
     ):
-        assert cosine(PseudoGradient(np.float32(0), *(np.array(each, np.float32) for each in sums))) is None, name
+        assert cosine(PseudoGradientStats(np.float32(0), *(np.array(each, np.float32) for each in sums))) is None, name

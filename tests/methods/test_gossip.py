@@ -7,9 +7,9 @@ import optax
 import pytest
 from haliax import Axis
 
-from gregale.audit import audit
 from gregale.axes.layout import MeshConfig, make_mesh
 from gregale.axes.mapping import standard_layout
+from gregale.cost import audit
 from gregale.errors import UserError
 from gregale.methods.psdp import Psdp
 from gregale.optim import Optimizer
@@ -69,7 +69,7 @@ def test_replicas_are_those_of_the_slow_rewrite(replicas, data, period):
 def test_a_step_sends_the_parameters_once_over_replica_to_one_peer():
     method, model = made(2, 2), first_model()
     state, batch = initial_state(method, lambda: model), named_batch(rows(1))
-    program = Stepper(method, model).program.lower(state, batch, *method.actions(1).during).compile()
+    program = Stepper(method, model).program.lower(state, batch, *method.actions(1).step_args).compile()
     (sent,) = {each.kind for each in audit(program, method.layout.mesh).over("replica")}
     assert sent == "collective-permute"
     assert audit(program, method.layout.mesh).bytes_per_step("replica") == method.bytes_sent(1) == 6 * 8 * 4 / 2
@@ -113,7 +113,7 @@ def test_sign_diloco_is_that_of_the_slow_rewrite():
         np.testing.assert_allclose([*found.stacked["replica", k].array], own[k][:-1], rtol=2e-5, atol=1e-6)
     mean = method.eval_model(state.method)
     np.testing.assert_allclose([*mean.stacked.array, mean.rest.array], theta, rtol=2e-5, atol=1e-6)
-    program = take.program.lower(state, named_batch(rows(1)), *method.actions(3).during).compile()
+    program = take.program.lower(state, named_batch(rows(1)), *method.actions(3).step_args).compile()
     sent = audit(program, method.layout.mesh).over("replica")
     assert sum(each.bytes_sent for each in sent) == method.bytes_sent(3)
 
@@ -139,7 +139,7 @@ def test_a_method_that_returns_something_else_is_refused(wrong):
 
     def uses():
         actions, state = own.actions(1), jax.eval_shape(own.init)
-        jax.eval_shape(own.step, state, batch, *actions.during)
+        jax.eval_shape(own.step, state, batch, *actions.step_args)
         jax.eval_shape(own.to_psdp, state)
 
     with pytest.raises(UserError, match=message):

@@ -4,9 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from gregale.audit import audit
-from gregale.audit.estimate import compiler_memory
 from gregale.codecs.codec import ReduceConfig
+from gregale.cost import audit
+from gregale.cost.estimate import compiler_memory
 from gregale.islands.method import Island
 from gregale.islands.outer import HostOuter
 from gregale.methods.schedule import Schedule

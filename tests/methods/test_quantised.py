@@ -6,11 +6,11 @@ import jax
 import numpy as np
 import pytest
 
-from gregale.audit import audit
-from gregale.audit.traffic import bytes_by_axes
 from gregale.axes.layout import REPLICA
 from gregale.codecs.codec import ReduceConfig
 from gregale.communication.reduce import ExactReducer
+from gregale.cost import audit
+from gregale.cost.traffic import bytes_by_axes
 from gregale.training.state import Stepper, abstract_state, initial_state
 from tests.mesh.support import layout_of
 from tests.methods.islands import Net, batch_of, psdp_on, rows

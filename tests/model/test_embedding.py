@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from gregale.audit import audit
 from gregale.axes.layout import BATCH, Layout
+from gregale.cost import audit
 from gregale.model.embedding import embed
 from gregale.model.execution import Execution
 from gregale.programs.runtime.sampler import unsplit

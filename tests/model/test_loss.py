@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from gregale.audit.hlo import parse
 from gregale.axes.layout import BATCH
+from gregale.cost.hlo import parse
 from gregale.model.execution import Execution
 from gregale.model.loss import losses_of_head, next_token_loss
 from gregale.model.losses import Logits

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from gregale.audit import audit
-from gregale.audit.traffic import Transfer
 from gregale.axes.layout import Layout, MeshConfig, make_mesh
 from gregale.axes.mapping import standard_layout
+from gregale.cost import audit
+from gregale.cost.traffic import Transfer
 from gregale.optim import AdamWConfig, MuonConfig, Optimizer
-from tests.audit.steps import flops_of
+from tests.cost.steps import flops_of
 
 Layers, Embed, Mlp = Axis("layers", 3), Axis("embed", 16), Axis("mlp", 32)
 Heads, HeadSize = Axis("heads", 4), Axis("head_size", 4)

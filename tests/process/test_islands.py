@@ -21,7 +21,7 @@ from gregale.data.mixtures import staged_examples, with_mixture
 from gregale.data.preparation import prepare
 from gregale.islands import state
 from gregale.islands.method import Island
-from gregale.programs.runtime.batches import Placement
+from gregale.programs.runtime.batches import BatchSharding
 from gregale.programs.runtime.expert_parallelism import set_up
 from gregale.runs.config import TrainConfig
 from gregale.runs.history import RunPaths, State, summary_of
@@ -100,7 +100,7 @@ def test_four_bits_on_both_legs_with_feedback_do_what_they_do_in_one_process(fol
     members = [Member(setups[0].method, setups[0].stepper(), setups[0].initial_state()) for _ in names]
     fleet, first, step, mixtures = ByHand(members), 0, 0, ()
     for setup, corpus, end in zip(setups, corpora, ends, strict=True):
-        size, placement = setup.config.batch.size, Placement(setup.batch_axes, setup.layout)
+        size, placement = setup.config.batch.size, BatchSharding(setup.batch_axes, setup.layout)
         mixtures = with_mixture(mixtures, first, *setup.config.mixture)
         examples = staged_examples(corpus.train_rows, mixtures, config.seed)
         begins = [first, first + lease_steps * size]

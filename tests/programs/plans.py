@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
-from gregale.audit.chips import chip
 from gregale.axes.layout import make_mesh
+from gregale.cost.chips import chip
 from gregale.programs.plan.devices import simulated_target
 from gregale.programs.plan.step import Plan, plan_step
 from gregale.programs.plan.text import print_report

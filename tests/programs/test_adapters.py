@@ -27,7 +27,7 @@ from gregale.model.llama import Llama
 from gregale.model.losses import losses_of
 from gregale.programs.runtime.expert_parallelism import set_up
 from gregale.programs.runtime.setup import Setup
-from gregale.programs.runtime.trained_model import Base, base_name, family_of, open_trained, weights_of
+from gregale.programs.runtime.trained_model import FrozenSource, base_name, family_of, open_trained, weights_of
 from gregale.programs.train.resume import started_state
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
@@ -124,7 +124,7 @@ def test_twenty_steps_equal_those_of_torch_with_peft(name, tmp_path):
     adapter = {"rank": 4, "alpha": 8.0, "start_from": str(tmp_path / "peft")}
     targets, scaling = TWINS[name]
     setup = setup_of(tmp_path / "mine", adapter | {"scaling": scaling, "targets": list(targets)})
-    base = Base.of(setup.config)
+    base = FrozenSource.of(setup.config)
     state = started_state(setup, load_tokenizer(tmp_path / "mine"), base)
     assert_equal_loss(setup, weights_of(base, setup, setup.base), state)
     found, state = twenty_steps(setup, state)
@@ -248,7 +248,7 @@ def test_exports_compute_what_the_run_computes(tuned, inputs, gregale):
 
 def test_a_base_that_peft_cannot_open_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    trained = Base(RunDirectory(tmp_path / "trained"), 4, "digest")
+    trained = FrozenSource(RunDirectory(tmp_path / "trained"), 4, "digest")
     for name in ("merged", "empty"):
         (tmp_path / name).mkdir()
     (tmp_path / "merged" / "config.json").write_text("{}")
@@ -302,7 +302,7 @@ def started(*options: str) -> TrainState:
     """The state before the first step of a run with other options."""
     config = load(TrainConfig, "tuned.yaml", options)
     setup = set_up(config, load_tokenizer(Path("mine")).vocabulary_size)
-    base = None if config.adapter is None else Base.of(config)
+    base = None if config.adapter is None else FrozenSource.of(config)
     return jax.device_get(started_state(setup, load_tokenizer(Path("mine")), base))
 
 

@@ -10,15 +10,15 @@ import jax
 import numpy as np
 import pytest
 
-from gregale.audit import chips
-from gregale.audit.chips import CHIPS, OF_KIND, of_device
 from gregale.cli import main
+from gregale.cost import chips
+from gregale.cost.chips import CHIPS, OF_KIND, of_device
 from gregale.errors import UserError
 from gregale.programs.train.step_log import peak_tokens_per_second
 from gregale.runs.config import InspectConfig
 from gregale.tracking.metrics import metric_of
 from gregale.tracking.profile import ENDINGS, MAX_STEPS, Window
-from tests.audit.steps import lowered_step, small_setup
+from tests.cost.steps import lowered_step, small_setup
 from tests.programs.tiny import EVALUATE, assert_same_state, lines, losses, saved_state
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -7,7 +7,7 @@ from gregale.optim import AdamWConfig, GroupConfig, MuonConfig
 from gregale.programs.plan.text import _parameter_groups
 from gregale.programs.runtime.setup import parameter_groups, rules_of
 from gregale.terminal import Console
-from tests.audit.steps import small_setup
+from tests.cost.steps import small_setup
 
 
 def test_muons_part_of_adamw_is_a_group_beside_others():

@@ -17,8 +17,8 @@ from gregale.programs.runtime.expert_parallelism import Choice, Figures, choice_
 from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
-from tests.audit.steps import small_setup
-from tests.audit.test_traffic import EXCHANGED, EXPERTS
+from tests.cost.steps import small_setup
+from tests.cost.test_traffic import EXCHANGED, EXPERTS
 from tests.mesh.support import Device
 
 QWEN = Path(__file__).parents[2] / "config" / "qwen3_30b_a3b.yaml"

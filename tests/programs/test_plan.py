@@ -5,9 +5,9 @@ from dataclasses import replace
 import jax
 import pytest
 
-from gregale.audit.estimate import CPU
 from gregale.cli import main
 from gregale.communication.pipeline import Schedule
+from gregale.cost.estimate import CPU
 from gregale.data.config import DataConfig
 from gregale.data.preparation import prepare
 from gregale.data.sources.text import TextSource

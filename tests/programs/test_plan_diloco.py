@@ -6,9 +6,9 @@ from dataclasses import replace
 import jax
 import pytest
 
-from gregale.audit.collectives import BETWEEN, INSIDE
-from gregale.audit.roofline import Roofline
 from gregale.cli import main
+from gregale.cost.collectives import BETWEEN, INSIDE
+from gregale.cost.roofline import Roofline
 from gregale.methods.comparison import compared
 from gregale.methods.config import DilocoConfig, PsdpConfig, StreamingDilocoConfig
 from gregale.programs.plan.candidates import remedies
@@ -91,7 +91,7 @@ def test_methods_send_what_the_configured_codecs_make_of_a_parameter():
     """The links of the compared methods, too: 4 bits, and a scale of 16 for 64 values, in place of 32 bits."""
     exact, four = setup_of(), setup_of(*FOUR_BITS)
     for setup in (exact, four):
-        every_step = compared(setup.config.sync, 3)["psdp"].bytes_a_step(setup.parts, step_shape(setup))
+        every_step = compared(setup.config.sync, 3)["psdp"].bytes_a_step(setup.method_context, step_shape(setup))
         assert every_step == (setup.psdp.bytes_sent(1), setup.psdp.bytes_sent(1))
     assert four.config.reduce.bytes_per_parameter == (4 + 16 / 64) / 8
     bound = Roofline(compute=1e-3, memory=0.0, links={INSIDE: 0.0, BETWEEN: 0.0}, model=1e-3)

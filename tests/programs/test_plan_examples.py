@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 import draccus
 import pytest
 
-from gregale.audit.chips import GIB, chip
-from gregale.audit.collectives import INSIDE
-from gregale.audit.estimate import ACCELERATOR, CPU, Estimate
-from gregale.audit.hlo import parse, walk
-from gregale.audit.overlap import ends
-from gregale.audit.pallas_cost import grouped_of
 from gregale.axes.layout import make_mesh
+from gregale.cost.chips import GIB, chip
+from gregale.cost.collectives import INSIDE
+from gregale.cost.estimate import ACCELERATOR, CPU, Estimate
+from gregale.cost.hlo import parse, walk
+from gregale.cost.overlap import ends
+from gregale.cost.pallas_cost import grouped_of
 from gregale.data.tokenizers import BpeConfig
 from gregale.programs.plan.candidates import _moved_meshes
 from gregale.programs.plan.command import tokens_of

@@ -6,8 +6,8 @@ from importlib.util import find_spec
 
 import pytest
 
-from gregale.audit.chips import chip
 from gregale.cli import main
+from gregale.cost.chips import chip
 from gregale.errors import UserError
 from gregale.programs.plan import devices
 from gregale.programs.plan.devices import CUDA_PLUGINS, GPUS, gpu_description, topology_target

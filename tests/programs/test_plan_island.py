@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from gregale.audit.collectives import BETWEEN, INSIDE
-from gregale.audit.roofline import Roofline
+from gregale.cost.collectives import BETWEEN, INSIDE
+from gregale.cost.roofline import Roofline
 from gregale.errors import UserError
 from gregale.islands.plan import IslandTraffic
 from gregale.programs.plan.command import PlanOptions, planned

@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.memory_sweep import SWEEP, compiled_peak, setup_of
-from gregale.audit.estimate import ACCELERATOR, CPU, TPU, compared_steps, is_compared, kind_of, sizes_of
+from gregale.cost.estimate import ACCELERATOR, CPU, TPU, compared_steps, is_compared, kind_of, sizes_of
 from gregale.programs.plan.devices import topology_target
 from gregale.programs.plan.estimates import estimate, step_shape
 from gregale.programs.plan.step import setup_for

@@ -7,9 +7,9 @@ from io import StringIO
 
 import pytest
 
-from gregale.audit.chips import chip
-from gregale.audit.collectives import BETWEEN, INSIDE, Audit
 from gregale.cli import main
+from gregale.cost.chips import chip
+from gregale.cost.collectives import BETWEEN, INSIDE, Audit
 from gregale.errors import UserError
 from gregale.model.execution import execution
 from gregale.programs.plan.candidates import Candidate, ScoredCandidate, candidate_of, scored_candidates

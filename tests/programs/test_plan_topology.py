@@ -14,8 +14,8 @@ from jax.experimental import pallas as pl
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gregale.audit.chips import GIB
 from gregale.cli import main
+from gregale.cost.chips import GIB
 from gregale.data.tokenizers import FileConfig
 from gregale.errors import UserError
 from gregale.programs.plan.command import tokens_of

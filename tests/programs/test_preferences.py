@@ -22,7 +22,7 @@ from gregale.huggingface.families import parameters_of, path_of, slots_of
 from gregale.huggingface.peft import adapter_slots
 from gregale.programs.runtime.expert_parallelism import set_up
 from gregale.programs.runtime.setup import Setup
-from gregale.programs.runtime.trained_model import Base, family_of
+from gregale.programs.runtime.trained_model import FrozenSource, family_of
 from gregale.programs.train.resume import started_state
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
@@ -121,7 +121,7 @@ def sums_of(setup: Setup, state: TrainState) -> Accumulated:
     @jax.jit
     def summed(state, batch):
         method = setup.psdp.holding(state.frozen)
-        return method.sums(method.ready(state.method), batch)
+        return method.accumulate_gradients(method.gathered_params(state.method), batch)
 
     sums = jax.device_get(summed(state, placed(batch, setup.layout, setup.layout.compute)))
     assert sums.weight.array.sum() == PAIRS
@@ -132,7 +132,7 @@ def sums_of(setup: Setup, state: TrainState) -> Accumulated:
 def test_loss_rewards_and_gradients_equal_those_of_torch(twins, options):
     theirs, imported = twins
     setup = setup_of(imported, f"--adapter.start_from={imported.parent / 'peft'}", *options)
-    base = Base.of(setup.config)
+    base = FrozenSource.of(setup.config)
     state = started_state(setup, load_tokenizer(imported), base)
     sums = sums_of(setup, state)
     expected, rewards, gradients = theirs.dpo()
@@ -155,7 +155,7 @@ def test_loss_rewards_and_gradients_equal_those_of_torch(twins, options):
 def test_whole_models_compare_with_the_one_before_the_first_step(twins, options):
     theirs, imported = twins
     setup = setup_of(imported, "--adapter=null", *options)
-    base, family = Base.of(setup.config), family_of(setup, RunDirectory(imported))
+    base, family = FrozenSource.of(setup.config), family_of(setup, RunDirectory(imported))
     state = started_state(setup, load_tokenizer(imported), base)
     parameters = parameters_of(jax.device_get(state.method.parameters))
     twin = copy.deepcopy(theirs.model).requires_grad_()

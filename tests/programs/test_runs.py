@@ -6,7 +6,7 @@ import pytest
 
 from gregale.cli import main
 from gregale.programs.runs import ago
-from gregale.runs.run_lock import training
+from gregale.runs.run_lock import hold_run_lock
 from tests.runs.runs import write_run, write_starts
 
 DILOCO = {"sync": {"type": "streaming_diloco"}, "reduce": {"codec": "int4"}}
@@ -21,7 +21,7 @@ def runs(tmp_path_factory):
     write_run(folder / "new", 0)
     write_run(folder / "broken", 9, saved=8)
     (folder / "broken" / "checkpoints" / "step-00000008" / "arrays").unlink()
-    with training(folder / "now"):
+    with hold_run_lock(folder / "now"):
         yield folder
 
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from gregale.errors import UserError
-from gregale.runs.run_lock import training
+from gregale.runs.run_lock import hold_run_lock
 from tests.disk import largest_file
 from tests.programs.tiny import EVALUATE, checkpoint_steps, lines, losses
 
@@ -101,7 +101,7 @@ def test_processes_compare_their_text_before_a_run_begins(gregale, inputs, monke
 
 def test_a_run_that_is_being_trained_is_left_alone_and_can_be_evaluated(again, gregale, capsys):
     before = content(again.run)
-    with training(again.run):
+    with hold_run_lock(again.run):
         for fresh in ([], ["--fresh"]):
             assert again("--steps", "16", *fresh) == os.EX_TEMPFAIL
             assert f"is being trained by process {os.getpid()} on " in refusal(capsys)

@@ -18,7 +18,7 @@ import pytest
 from gregale.atomic_files import acquire
 from gregale.errors import Busy, UserError
 from gregale.runs import run_lock
-from gregale.runs.run_lock import LOCK, training
+from gregale.runs.run_lock import LOCK, hold_run_lock
 from gregale.storage import StoragePath, names
 from gregale.storage.lease import HeldLease, LeaseRecord
 from tests.disk import largest_file
@@ -28,9 +28,9 @@ LONG_BEAT_SECONDS = 4.0  # of a process that waits for another: on a busy machin
 
 HOLD = """
 import sys, time
-from gregale.runs.run_lock import training
+from gregale.runs.run_lock import hold_run_lock
 from gregale.storage import storage_path
-with training(storage_path(sys.argv[1]), beat_seconds=0.2):
+with hold_run_lock(storage_path(sys.argv[1]), beat_seconds=0.2):
     print("held", flush=True)
     time.sleep(1000)
 """
@@ -79,7 +79,7 @@ def test_a_second_process_is_refused_until_the_first_is_gone(folder):
         at_end.callback(process.kill)
         assert process.stdout.readline() == b"held\n"
         reports: list[str] = []
-        with pytest.raises(Busy) as caught, training(folder, reports.append, LONG_BEAT_SECONDS):
+        with pytest.raises(Busy) as caught, hold_run_lock(folder, reports.append, LONG_BEAT_SECONDS):
             pass
         assert f"{folder} is being trained by process {process.pid} on" in str(caught.value)
         assert time.strftime(", since %Y-") in str(caught.value)
@@ -87,7 +87,7 @@ def test_a_second_process_is_refused_until_the_first_is_gone(folder):
         waits = "waiting 12 s to see whether it still is"
         assert not reports if has_locks(folder) else waits in reports[0], "one that is locked is refused at once"
     reports.clear()
-    with training(folder, reports.append, BEAT_SECONDS) as check:
+    with hold_run_lock(folder, reports.append, BEAT_SECONDS) as check:
         assert reports == [], "the process is gone from this machine: nothing to wait for"
         assert lease_in(folder).pid == os.getpid()
         check()
@@ -98,7 +98,7 @@ def test_one_of_another_machine_is_waited_for(folder):
     give(folder, of_another_machine())
     reports: list[str] = []
     began = time.monotonic()
-    with training(folder, reports.append, BEAT_SECONDS):
+    with hold_run_lock(folder, reports.append, BEAT_SECONDS):
         assert time.monotonic() - began > 3 * BEAT_SECONDS
         assert f"{folder} was last trained by process {os.getpid()} on elsewhere" in reports[0]
         first, until = lease_in(folder).count, time.monotonic() + 60
@@ -112,11 +112,11 @@ def test_one_of_another_machine_that_counts_is_noticed_where_its_lock_does_not_r
     give(tmp_path, other)
     monkeypatch.setattr(run_lock.time, "sleep", lambda _: give(tmp_path, replace(other, count=1)))
     refused = pytest.raises(Busy, match=f"is being trained by process {os.getpid()} on elsewhere")
-    with refused, training(tmp_path, print, LONG_BEAT_SECONDS):
+    with refused, hold_run_lock(tmp_path, print, LONG_BEAT_SECONDS):
         pass
     give(tmp_path, replace(other, host=LeaseRecord.of_this_process().host))
     reports: list[str] = []
-    with training(tmp_path, reports.append):
+    with hold_run_lock(tmp_path, reports.append):
         assert reports == [], "a process of this host, before it started anew, would have locked the file"
 
 
@@ -138,7 +138,7 @@ def test_a_process_that_another_took_for_dead_stops(folder, monkeypatch, has_end
     stopped = Event()
     monkeypatch.setattr(run_lock.os, "kill", lambda pid, number: (signals.append(number), stopped.set()))
     reports: list[str] = []
-    with training(folder, reports.append, BEAT_SECONDS) as check:
+    with hold_run_lock(folder, reports.append, BEAT_SECONDS) as check:
         check()
         other = of_another_machine()
         with pytest.raises(UserError, match=rf"{folder}: this process lost the run's lease to {other}"):
@@ -167,7 +167,7 @@ def test_of_two_that_take_a_dead_one_s_place_one_does(folder, monkeypatch):
     monkeypatch.setattr(run_lock, "_PERIODS", 0.1)
     with (
         pytest.raises(UserError, match="is being trained by process 7 on elsewhere"),
-        training(folder, print, BEAT_SECONDS),
+        hold_run_lock(folder, print, BEAT_SECONDS),
     ):
         pass
 

@@ -12,7 +12,7 @@ import pytest
 from gregale.atomic_files import LockHeld, acquire, is_held
 from gregale.errors import UserError
 from gregale.runs.history import RunPaths, State, last_entries, summaries, summary_of
-from gregale.runs.run_lock import TIMEOUT_SECONDS, is_being_trained, training
+from gregale.runs.run_lock import TIMEOUT_SECONDS, hold_run_lock, is_being_trained
 from gregale.storage import ObjectPath
 from gregale.storage.lease import LeaseRecord
 from tests.runs.runs import step_line, write_lines, write_run
@@ -117,7 +117,7 @@ def test_who_looks_whether_a_lock_is_held_keeps_nobody_from_it(tmp_path, monkeyp
 def test_in_a_store_who_counts_trains(store, request):
     folder: ObjectPath = request.getfixturevalue(store)
     assert not is_being_trained(folder)
-    with training(folder):
+    with hold_run_lock(folder):
         assert is_being_trained(folder)
     dead = replace(LeaseRecord.of_this_process(), pid=2**22 + 1)
     (folder / "lock").write_bytes(dead.to_bytes())
@@ -169,7 +169,7 @@ def test_damage_is_told(tmp_path, how, said):
     assert found.state is State.DAMAGED
     assert said in str(found.problem)
     assert found.step == (8 if how == "figures" else 7)
-    with training(run):
+    with hold_run_lock(run):
         assert state_of(run) is State.RUNNING, "its files may be another process's work in progress"
 
 
@@ -189,7 +189,7 @@ def test_what_is_a_run(tmp_path):
     for name in ("a.txt", "left/lock", "model/huggingface/model.safetensors"):
         (tmp_path / name).touch()
     (tmp_path / "model" / "config.yaml").write_text("steps: 1")
-    with training(tmp_path / "begun"):
+    with hold_run_lock(tmp_path / "begun"):
         found = {each.name: each.state for each in summaries(tmp_path)}
     assert found == {"a": State.STOPPED, "begun": State.RUNNING, "model": State.IMPORTED}
     assert [each.name for each in summaries(tmp_path / "a")] == ["a"]

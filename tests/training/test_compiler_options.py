@@ -13,7 +13,7 @@ from gregale.programs.plan.devices import topology_target
 from gregale.programs.runtime.sampler import training_sampler
 from gregale.programs.train.resume import converted
 from gregale.training.compiler import DEFAULTS, check_compiler_options, compiler_options, sums_behind
-from tests.audit.steps import small_setup
+from tests.cost.steps import small_setup
 from tests.mesh.support import Device
 
 pytestmark = pytest.mark.usefixtures("compiled_anew")  # a program for devices that are not there is not kept
@@ -77,7 +77,7 @@ def test_every_program_of_a_run_is_compiled_with_its_options(monkeypatch):
 
 def test_programs_of_an_island_are_compiled_with_its_options():
     setup = small_setup((1, 1, 1), compute={"compiler_options": {"xla_cpu_enable_fast_min_max": False}})
-    island = as_island(methods_of_island(DilocoConfig(period=5), setup.parts).chosen)
+    island = as_island(methods_of_island(DilocoConfig(period=5), setup.method_context).chosen)
     assert island.compiler_options == setup.compiler_options
     state, fragment = jax.eval_shape(island.init), island.fragment(0)
     theta = jax.eval_shape(lambda tree: tree, state.psdp.parameters)

@@ -24,10 +24,10 @@ from haliax import Axis, NamedArray
 from jax.flatten_util import ravel_pytree
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gregale.audit.traffic import FLOAT32, Transfer
 from gregale.axes.layout import REPLICA, Layout, Tree, is_layers, is_named
 from gregale.codecs.codec import Codec, FloatCodec, QuantisedArray, ReduceConfig, load, next_error, store, stored_block
 from gregale.communication.reduce import ExactReducer, ShardedLeaf, leaves_of
+from gregale.cost.traffic import FLOAT32, Transfer
 
 
 class ErrorState(NamedTuple):
@@ -154,7 +154,7 @@ def all_gather_phase(
     return wholes, remember(errors, kept, finite)
 
 
-def totals(arrays: list[jax.Array], axis: str) -> list[jax.Array]:
+def all_reduce_scalars(arrays: list[jax.Array], axis: str) -> list[jax.Array]:
     """Return exact sums over `axis` of float32 arrays: their bytes are gathered and added in one order everywhere."""
     values, unravel = ravel_pytree(arrays)
     rows = EXACT.decode(jax.lax.all_gather(EXACT.encode(values), axis), values.size)  # [replica, value]
@@ -255,11 +255,11 @@ class QuantisedReducer:
     def shardings(self, error: ErrorState) -> ErrorState:
         return error_shardings(error, self.layout, self.axis)
 
-    def totals(self, *arrays: NamedArray) -> list[jax.Array]:
+    def all_reduce_scalars(self, *arrays: NamedArray) -> list[jax.Array]:
         """Return exact sums over the axis of [replica, ...] arrays: the bytes of float32 values cross it."""
 
         def on_device(arrays):
-            return totals([shard[0] for shard in arrays], self.axis)
+            return all_reduce_scalars([shard[0] for shard in arrays], self.axis)
 
         lanes, everywhere = [PartitionSpec(self.axis)] * len(arrays), [PartitionSpec()] * len(arrays)
         run = self.layout.shard_map(on_device, (lanes,), everywhere)
@@ -367,7 +367,7 @@ class QuantisedReducer:
         def on_device(shards):
             squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) / n for x, n in zip(shards, copies, strict=True)]
             inside = jax.lax.psum(sum(squares, start=jnp.zeros(())), self.fast_axes)
-            return totals([inside], self.axis)[0]
+            return all_reduce_scalars([inside], self.axis)[0]
 
         specs = [leaf.opt_state for leaf in leaves]
         run = layout.shard_map(on_device, (specs,), PartitionSpec())
@@ -441,7 +441,7 @@ class QuantisedReducer:
         first, second = errors
         arrays = [leaf for leaf in leaves if not leaf.exact]
         exact = [leaf.path for leaf in leaves if leaf.exact]
-        sums = totals([values[path] for path in exact], self.axis) if exact else []
+        sums = all_reduce_scalars([values[path] for path in exact], self.axis) if exact else []
         averages = {path: summed / weight for path, summed in zip(exact, sums, strict=True)}
         if arrays:
             scale = self.lanes / weight

@@ -45,7 +45,7 @@ class ExactReducer:
     def shardings(self, error: None) -> None:
         """Return the sharding of each array of an error."""
 
-    def totals(self, *arrays: NamedArray) -> list[jax.Array]:
+    def all_reduce_scalars(self, *arrays: NamedArray) -> list[jax.Array]:
         """Return sums over the axis of [replica, ...] arrays, whole on each device: weights, losses, statistics."""
         return [_sum_over(array.array, self.axis, (), self.layout) for array in arrays]
 

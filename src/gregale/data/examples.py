@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from gregale.data.sources.base import CONCAT, FIT, KEEP_END, PLACES_SHOWN, REFUSE
-from gregale.data.store import Supervised, TokenStore
-from gregale.data.tokenizers import Corrections, Tokenizer
+from gregale.data.store import LossMask, TokenStore
+from gregale.data.tokenizers import ByteCountOverrides, Tokenizer
 from gregale.errors import UserError
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ class InMemory(NamedTuple):
 
     tokens: np.ndarray
     offsets: np.ndarray
-    corrections: Corrections
-    supervised: Supervised | None = None
+    corrections: ByteCountOverrides
+    supervised: LossMask | None = None
 
 
 class DocumentStream:
@@ -119,7 +119,7 @@ def stream_of(texts: Sequence[str], tokenizer: Tokenizer) -> DocumentStream:
     ]
     tokens, more = (np.concatenate(parts) for parts in zip(*found, strict=True))
     offsets = np.array([0, *(len(ids) for ids, _ in found)], np.int64).cumsum()
-    return DocumentStream(InMemory(tokens, offsets, Corrections.of(more)), np.ones(len(texts), bool))
+    return DocumentStream(InMemory(tokens, offsets, ByteCountOverrides.of(more)), np.ones(len(texts), bool))
 
 
 def held_out_documents(count: int, fraction: float) -> np.ndarray:

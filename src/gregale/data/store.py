@@ -47,7 +47,7 @@ from gregale.data.chat.conversation import Conversation, Pair
 from gregale.data.chat.renderer import ChatEncoder, Encoded, NotRendered
 from gregale.data.sources import Document, Skipped, SourceConfig, SourceRange
 from gregale.data.sources.base import BadDocument
-from gregale.data.tokenizers import NONE, Corrections, Tokenizer, counter_of_names
+from gregale.data.tokenizers import NONE, ByteCountOverrides, Tokenizer, counter_of_names
 from gregale.errors import UserError
 from gregale.storage import ObjectPath, StoragePath, names, read_range, write_bytes
 from gregale.streams import printable
@@ -116,19 +116,19 @@ class ChunkCache:
         return shutil.disk_usage(there).total // 4
 
 
-class Supervised(NamedTuple):
+class LossMask(NamedTuple):
     """A mask of consecutive tokens, by the indices at which it changes; before the first token it is false."""
 
     changes: np.ndarray  # ascending, int64 [change]
 
     @staticmethod
-    def joined(masks: Iterable[np.ndarray]) -> "Supervised":
+    def joined(masks: Iterable[np.ndarray]) -> "LossMask":
         """Return consecutive masks, bool [token] each."""
         found, first = [np.zeros(0, np.int64)], 0
         for mask in masks:
             found.append(np.flatnonzero(np.diff(mask, prepend=False, append=False)) + first)
             first += len(mask)
-        return Supervised(np.concatenate(found))
+        return LossMask(np.concatenate(found))
 
     def at(self, indices: np.ndarray) -> np.ndarray:
         """Return the mask at some indices, bool [index]."""
@@ -182,9 +182,9 @@ class PartManifest:
     itemsize: int  # bytes of a token
     skipped: dict  # the fields of `Skipped`
     chunks: str  # the concatenated SHA-256, in hexadecimal digits, of every `CHUNK_BYTES` of the file
-    corrections: str | None = None  # packed `Corrections`; None if the tokenizer needs none
+    corrections: str | None = None  # packed `ByteCountOverrides`; None if the tokenizer needs none
     special_names: dict[str, int] | None = None  # in the text and encoded as characters, each with its count
-    supervised: str | None = None  # the changes of a packed `Supervised`; None if the loss is on all tokens
+    supervised: str | None = None  # the changes of a packed `LossMask`; None if the loss is on all tokens
     unsupervised: dict | None = None  # the documents without a token for the loss, as `skipped`
 
     @property
@@ -257,7 +257,7 @@ def write_part(task: EncodeTask, tokenizer: Tokenizer, output: BinaryIO) -> Part
                 for ids, more_bytes, supervised in (each.ended(tokenizer.end_of_document) for each in found):
                     output.write(ids.astype(dtype).data)
                     lengths.append(len(ids))
-                    corrections.append(Corrections.of(more_bytes))
+                    corrections.append(ByteCountOverrides.of(more_bytes))
                     masks.append(supervised)
                     if supervised is not None and not supervised.any():
                         unsupervised.add(Skipped(1, [place_of(document)]))
@@ -270,9 +270,11 @@ def write_part(task: EncodeTask, tokenizer: Tokenizer, output: BinaryIO) -> Part
         itemsize=dtype.itemsize,
         skipped=asdict(skipped),
         chunks=chunks,
-        corrections=None if tokenizer.is_exact else Corrections.joined(zip(lengths, corrections, strict=True)).packed(),
+        corrections=None
+        if tokenizer.is_exact
+        else ByteCountOverrides.joined(zip(lengths, corrections, strict=True)).packed(),
         special_names=dict(names) or None,
-        supervised=Supervised.joined(masks).packed() if task.source.has_masks else None,
+        supervised=LossMask.joined(masks).packed() if task.source.has_masks else None,
         unsupervised=asdict(unsupervised) if unsupervised.count else None,
     )
 
@@ -514,8 +516,8 @@ class TokenStore:
     tokens: PartTokens  # ids [token]
     offsets: np.ndarray  # int64 [document + 1]; document d is `tokens[offsets[d]:offsets[d + 1]]`
     manifest: dict  # the content of `manifest.json`
-    corrections: Corrections  # the tokens whose bytes of text differ from those of their vocabulary entry
-    supervised: Supervised | None = None  # the tokens that the loss is on; None: all of them
+    corrections: ByteCountOverrides  # the tokens whose bytes of text differ from those of their vocabulary entry
+    supervised: LossMask | None = None  # the tokens that the loss is on; None: all of them
     is_new: bool = False  # whether this process waited until it was built
 
     @property
@@ -611,8 +613,8 @@ def open_store(folder: StoragePath, disk: ChunkCache) -> TokenStore:
         return np.load(io.BytesIO(content), allow_pickle=False)
 
     offsets = load(DOCUMENTS_NAME)
-    corrections = Corrections(*load(TEXT_BYTES_NAME)) if TEXT_BYTES_NAME in manifest["files"] else NONE
-    supervised = Supervised(load(SUPERVISED_NAME)) if SUPERVISED_NAME in manifest["files"] else None
+    corrections = ByteCountOverrides(*load(TEXT_BYTES_NAME)) if TEXT_BYTES_NAME in manifest["files"] else NONE
+    supervised = LossMask(load(SUPERVISED_NAME)) if SUPERVISED_NAME in manifest["files"] else None
     bounds = offsets[np.concatenate([[0], manifest["parts"]]).cumsum(dtype=np.int64)]
     dtype = np.dtype(manifest["dtype"]).newbyteorder("<")
     return TokenStore(folder, PartTokens(folder, disk, bounds, dtype), offsets, manifest, corrections, supervised)
@@ -648,12 +650,14 @@ def complete_store(
     offsets = np.concatenate([[0], lengths]).cumsum(dtype=np.int64)
     arrays = {DOCUMENTS_NAME: offsets}
     if all(each.corrections is not None for each in manifests):
-        joined = Corrections.joined((each.tokens, Corrections.unpacked(each.corrections or "")) for each in manifests)
+        joined = ByteCountOverrides.joined(
+            (each.tokens, ByteCountOverrides.unpacked(each.corrections or "")) for each in manifests
+        )
         arrays[TEXT_BYTES_NAME] = np.stack(joined)
     if all(each.supervised is not None for each in manifests):
         firsts = np.array([0, *(each.tokens for each in manifests)]).cumsum()[:-1]
         arrays[SUPERVISED_NAME] = np.concatenate(
-            [Supervised.unpacked(each.supervised or "") + first for each, first in zip(manifests, firsts, strict=True)]
+            [LossMask.unpacked(each.supervised or "") + first for each, first in zip(manifests, firsts, strict=True)]
         )
     manifest = {
         "format": FORMAT,

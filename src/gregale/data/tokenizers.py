@@ -106,27 +106,27 @@ Offsets = Sequence[tuple[int, int]] | np.ndarray
 KEEPS_TEXT = ("Digits", "Split")  # pre-tokenizers that change no character; a Split may remove characters
 
 
-class Corrections(NamedTuple):
+class ByteCountOverrides(NamedTuple):
     """The tokens whose bytes of text differ from those of their pieces."""
 
     places: np.ndarray  # the indices of these tokens, ascending, int64 [correction]
     differences: np.ndarray  # bytes of text less bytes of the piece, int64 [correction]
 
     @staticmethod
-    def of(differences: np.ndarray) -> "Corrections":
+    def of(differences: np.ndarray) -> "ByteCountOverrides":
         """Return the corrections of consecutive tokens with these differences [token], most of them 0."""
         places = np.flatnonzero(differences)
-        return Corrections(places, differences[places])
+        return ByteCountOverrides(places, differences[places])
 
     @staticmethod
-    def joined(parts: Iterable[tuple[int, "Corrections"]]) -> "Corrections":
+    def joined(parts: Iterable[tuple[int, "ByteCountOverrides"]]) -> "ByteCountOverrides":
         """Return the corrections of consecutive parts; each comes with its number of tokens."""
         places, differences, first = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], 0
         for tokens, part in parts:
             places.append(part.places + first)
             differences.append(part.differences)
             first += tokens
-        return Corrections(np.concatenate(places), np.concatenate(differences))
+        return ByteCountOverrides(np.concatenate(places), np.concatenate(differences))
 
     def at(self, places: np.ndarray) -> np.ndarray:
         """Return the differences of the tokens at some indices, int64 [index]."""
@@ -141,13 +141,13 @@ class Corrections(NamedTuple):
         return base64.b64encode(zlib.compress(rows.tobytes())).decode("ascii")
 
     @staticmethod
-    def unpacked(text: str) -> "Corrections":
+    def unpacked(text: str) -> "ByteCountOverrides":
         """Return the corrections that `packed` encoded."""
         steps, differences = np.frombuffer(zlib.decompress(base64.b64decode(text)), "<i8").reshape(2, -1)
-        return Corrections(steps.cumsum(), differences)
+        return ByteCountOverrides(steps.cumsum(), differences)
 
 
-NONE = Corrections.of(np.zeros(0, np.int64))
+NONE = ByteCountOverrides.of(np.zeros(0, np.int64))
 
 
 def bytes_of_tokens(text: str, offsets: Offsets, pieces: np.ndarray) -> np.ndarray:

@@ -516,13 +516,13 @@ class Driver:
         with self._lock:
             return {"steps": self._trainer.undecided_steps, "holder": self.leases.holder, "used": self.used(batches)}
 
-    def message_sent(self, number: int, fetch_down: Callable[[], commands.Down], used: int) -> None:
+    def message_sent(self, number: int, fetch_down: Callable[[], commands.DeviceToHostCopy], used: int) -> None:
         """Accept the message of a round; `fetch_down` waits until the message is on the host."""
         with self._lock:
             count = self._trainer.message_sent(number, self._time())
             self._log.begin()
 
-        def store(found: commands.Down) -> None:
+        def store(found: commands.DeviceToHostCopy) -> None:
             self.worker.store_messages(number, found.messages)
             with self._lock:
                 if count == self.member.handover.count:  # otherwise the message is obsolete

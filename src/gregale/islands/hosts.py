@@ -35,7 +35,7 @@ from gregale.islands.network_reducer import Handle
 from gregale.islands.outer import HostOuter, OuterView, Prepared, ValidatedState
 from gregale.islands.protocol.messages import OuterRecord, Peer, Reduce
 from gregale.islands.state import Expected, InnerOptimizerState
-from gregale.islands.trainer_command import Down, RoundPacing, TrainerCommand, from_wire
+from gregale.islands.trainer_command import DeviceToHostCopy, RoundPacing, TrainerCommand, from_wire
 from gregale.islands.transport.client import (
     Dial,
     PeerClient,
@@ -684,11 +684,11 @@ class Follower:
         """Return the first example of the next batch."""
         return self._grants.get()
 
-    def message_sent(self, number: int, fetch_down: Callable[[], Down], used: int) -> None:
+    def message_sent(self, number: int, fetch_down: Callable[[], DeviceToHostCopy], used: int) -> None:
         """Store this host's messages of a round."""
         del used
 
-        def store(found: Down) -> None:
+        def store(found: DeviceToHostCopy) -> None:
             self._worker.store_messages(number, found.messages)
             self._link.send({"took": True})
 

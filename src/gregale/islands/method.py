@@ -29,7 +29,6 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
-from gregale.audit.estimate import ParameterShape
 from gregale.axes.layout import ISLAND, Layout, Tree, with_shardings
 from gregale.axes.parameters import trainable
 from gregale.codecs.codec import QuantisedArray, ReduceConfig, load
@@ -46,6 +45,7 @@ from gregale.communication.quantised import (
     updated,
 )
 from gregale.communication.reduce import ShardedLeaf, all_gather_params, leaves_of
+from gregale.cost.estimate import ParameterShape
 from gregale.errors import UserError
 from gregale.methods.config import DilocoConfig, MethodContext, Methods, SyncConfig
 from gregale.methods.diloco import mixed_with, pseudo_gradient

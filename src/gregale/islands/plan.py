@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 
-from gregale.audit.chips import GBIT
-from gregale.audit.estimate import bytes_on_device
-from gregale.audit.roofline import Roofline
 from gregale.axes.layout import with_shardings
+from gregale.cost.chips import GBIT
+from gregale.cost.estimate import bytes_on_device
+from gregale.cost.roofline import Roofline
 from gregale.islands.config import IslandsConfig
 from gregale.islands.method import Island
 from gregale.islands.network_reducer import WAVES_AHEAD, NetworkReducer

@@ -53,7 +53,7 @@ from gregale.programs.command import Command
 from gregale.programs.plan.estimates import abstract_batch
 from gregale.programs.runtime.memory import check_program
 from gregale.programs.runtime.setup import Setup
-from gregale.programs.runtime.trained_model import Base, spike_window
+from gregale.programs.runtime.trained_model import FrozenSource, spike_window
 from gregale.programs.train.command import PreparedRun, prepared
 from gregale.programs.train.loop import Evaluation, Loop, Saving, Steps
 from gregale.programs.train.resume import Start, converted
@@ -67,7 +67,7 @@ from gregale.runs.stages import changes
 from gregale.settings import setting
 from gregale.storage import StoragePath, StoreError, write_bytes
 from gregale.storage.jsonl import ResumePoint, lines_at
-from gregale.tracking.callback import Callbacks, Metrics, Pause, RunInfo
+from gregale.tracking.callback import Callbacks, Metrics, RunInfo, StepContext
 from gregale.tracking.trackers import open_trackers
 from gregale.training.state import TrainState, state_shardings
 
@@ -414,7 +414,7 @@ class IslandSaving(Saving):
         ended = island.ended or island.ended_stage
         return not ended and self._stagger.is_due(island.arrived, island.save_offset)
 
-    def after_step(self, pause: Pause) -> Metrics:
+    def after_step(self, pause: StepContext) -> Metrics:
         resources, island = self._resources, self._island
         if island.ended or island.ended_stage:  # a round may have ended since the last save of this step
             self._checkpoints.outdate(pause.step)
@@ -508,7 +508,10 @@ def island_of(setup: Setup) -> Island:
 
 
 def agreement(
-    stages: Sequence[tuple[TrainConfig, Corpus]], rounds: Sequence[int], shards: Sequence[str], base: Base | None = None
+    stages: Sequence[tuple[TrainConfig, Corpus]],
+    rounds: Sequence[int],
+    shards: Sequence[str],
+    base: FrozenSource | None = None,
 ) -> str:
     """Return the settings and text that all islands must share, for an island's header.
 

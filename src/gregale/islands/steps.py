@@ -33,7 +33,7 @@ from gregale.islands.protocol.messages import RoundDue
 from gregale.islands.state import DataLeases, InnerOptimizerState, on_host, taken_over
 from gregale.islands.transport.client import RequestRejected
 from gregale.methods.schedule import Fragment
-from gregale.programs.runtime.batches import Placement
+from gregale.programs.runtime.batches import BatchSharding
 from gregale.programs.runtime.setup import Setup
 from gregale.programs.train.loop import Batch, NextPrograms, Steps
 from gregale.programs.train.resume import Start
@@ -132,7 +132,9 @@ class IslandSteps(Steps):
         self.method = self._island = setup.method
         self._take, self._outer, self._controller = resources.step, resources.outer, resources.controller
         self.stop, self._observers = stop, observers
-        self._examples = LeasedBatches(examples, Placement(setup.batch_axes, setup.layout), resources.controller.take)
+        self._examples = LeasedBatches(
+            examples, BatchSharding(setup.batch_axes, setup.layout), resources.controller.take
+        )
         self._seen = jnp.asarray(resources.seen, jnp.float32)  # [fragment]
         self._departed: Departed | None = None  # the newest message, unless it is used up
         # Rounds of each fragment that passed without this island, though it had steps; `batches` before these steps.
@@ -308,9 +310,9 @@ class IslandSteps(Steps):
         return self._bases[index]
 
 
-def _down(messages: dict[str, jax.Array], weight: jax.Array, norm: jax.Array) -> commands.Down:
+def _down(messages: dict[str, jax.Array], weight: jax.Array, norm: jax.Array) -> commands.DeviceToHostCopy:
     size = float(norm)
-    return commands.Down(shards.on_host(messages), float(weight), size if math.isfinite(size) else None)
+    return commands.DeviceToHostCopy(shards.on_host(messages), float(weight), size if math.isfinite(size) else None)
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -336,7 +338,7 @@ class LeasedBatches(Iterator[dict[str, NamedArray]]):
     - `take`: takes the next batch and returns its first example; None if no example is leased
     """
 
-    def __init__(self, examples: Examples | ReplicaExamples, placement: Placement, take: Callable[[], int | None]):
+    def __init__(self, examples: Examples | ReplicaExamples, placement: BatchSharding, take: Callable[[], int | None]):
         self._examples, self._placement, self._take = examples, placement, take
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="batches")
         self._made: deque[Future[ExampleBatch]] = deque()

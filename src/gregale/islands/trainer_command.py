@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from gregale.methods.schedule import Schedule
 
 
-class Down(NamedTuple):
+class DeviceToHostCopy(NamedTuple):
     """This host's share of a round's message, copied to the host."""
 
     messages: Any  # of this host's shards

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from gregale.audit.estimate import ParameterShape
+from gregale.cost.estimate import ParameterShape
 from gregale.methods.config import DilocoConfig, MethodContext, StreamingDilocoConfig, SyncConfig
 from gregale.methods.schedule import Schedule
 

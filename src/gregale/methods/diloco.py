@@ -1,5 +1,6 @@
 """DiLoCo and Streaming DiLoCo in one mesh: replicas that train separately, their rounds, and the outer step."""
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -14,12 +15,12 @@ import optax
 from haliax import Axis, NamedArray
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gregale.audit.estimate import ParameterShape, bytes_on_device
 from gregale.axes.layout import BATCH, EMBED, ISLAND, LORA_RANK, REPLICA, AxisMapping, Layout, Tree, is_named, vmap_over
 from gregale.axes.parameters import buffers_of, layer_order, trainable
 from gregale.codecs.codec import ReduceConfig
 from gregale.communication.quantised import QuantisationLoss, QuantisedReducer
 from gregale.communication.reduce import ExactReducer, all_gather_params, reduce_replicas
+from gregale.cost.estimate import ParameterShape, bytes_on_device
 from gregale.errors import UserError
 from gregale.methods.method import (
     Actions,
@@ -28,7 +29,7 @@ from gregale.methods.method import (
     Method,
     Probe,
     PsdpState,
-    PseudoGradient,
+    PseudoGradientStats,
     SpikesConfig,
     StepMetrics,
     products,
@@ -132,7 +133,7 @@ class Replicas:
         return self.layout.constrain(jax.tree.map(one, tree, is_leaf=is_named), mapping)
 
 
-class Separate(Method):
+class PerReplicaMethod(Method):
     """A method whose replicas each make PSDP steps on their own rows of the batch, under vmap.
 
     - `inner`: the step of one replica; its layout is `layout.inside(axis)`
@@ -201,7 +202,15 @@ class MixingState(NamedTuple):
     own: Tree = None  # the method's own state, see `Mixing.begin`
 
 
-class Mixing(Separate, ABC):
+def __getattr__(name: str) -> Any:
+    """Return `PerReplicaMethod` by the name that it had; the name goes with the next release."""
+    if name != "Separate":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn("Separate is PerReplicaMethod now", DeprecationWarning, stacklevel=2)
+    return PerReplicaMethod
+
+
+class Mixing(PerReplicaMethod, ABC):
     """A method whose replicas mix their parameters after a step.
 
         theta_k    = step(theta_k, rows of replica k)
@@ -502,7 +511,7 @@ class Round:
 
     def send(
         self, outer: OuterState, own: Tree, seen: NamedArray, fragment: Fragment
-    ) -> tuple[OuterState, PseudoGradient]:
+    ) -> tuple[OuterState, PseudoGradientStats]:
         """Return the outer state after the fragment's outer step, and the measurements of its pseudo-gradient.
 
         - `outer`: the whole outer state
@@ -514,16 +523,16 @@ class Round:
 
     def _sent(
         self, before: OuterState, own: Tree, seen: NamedArray, fragment: Fragment
-    ) -> tuple[OuterState, PseudoGradient]:
+    ) -> tuple[OuterState, PseudoGradientStats]:
         """Compute `send` with the fragment's parts."""
         outer_store = self.outer_store
         weights = seen[FRAGMENT, fragment.index] * self.participation_mask(fragment)
-        (weight,) = outer_store.reducer.totals(weights)
+        (weight,) = outer_store.reducer.all_reduce_scalars(weights)
         sent = outer_store.send(before, own, weights, weight)
         after = jax.tree.map(lambda new, old: jnp.where(weight > 0, new, old), sent.outer, before)
         norm = jnp.where(weight > 0, outer_store.reducer.norm(sent.gradient), 0)
         agreement = products(own, sent.parameters, sent.gradient, self.outer_layout, self.axis)
-        return outer_store.placed(after), PseudoGradient(norm, weights.array, *agreement)
+        return outer_store.placed(after), PseudoGradientStats(norm, weights.array, *agreement)
 
     def send_all(
         self, schedule: Schedule, outer: OuterState, own: Tree, seen: NamedArray, step: jax.Array
@@ -592,7 +601,7 @@ def mixed_with(own: Tree, arrived: Tree, keep: jax.Array) -> Tree:
     return jax.tree.map(lambda own, new: jnp.where(keep == 0, new, keep * own + (1 - keep) * new), own, arrived)
 
 
-def forget(seen: NamedArray, fragment: Fragment | None) -> NamedArray:
+def reset_tokens(seen: NamedArray, fragment: Fragment | None) -> NamedArray:
     """Return `seen` with zero tokens for a fragment that was sent."""
     if fragment is None:
         return seen
@@ -609,7 +618,7 @@ class DilocoState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Diloco(Separate):
+class Diloco(PerReplicaMethod):
     """DiLoCo on any Equinox module and loss (docs/diloco.md, "Algorithm").
 
     Each replica k makes the steps of `inner`, a PSDP step on its own rows of the batch, under vmap: nothing crosses
@@ -736,15 +745,15 @@ class Diloco(Separate):
         if apply is not None:
             parameters, changed = self.round.apply(inner.parameters, arriving, apply)
             inner, outer = inner._replace(parameters=parameters), apply.put(outer, changed)
-        seen = forget(state.seen, send) + NamedArray(metrics.weight, (self.axis,))
+        seen = reset_tokens(state.seen, send) + NamedArray(metrics.weight, (self.axis,))
         return DilocoState(inner, outer, seen, state.step + 1), metrics._replace(outer=measured)
 
-    def synchronise(self, state: DilocoState, after: Fragment) -> tuple[DilocoState, PseudoGradient]:
+    def synchronise(self, state: DilocoState, after: Fragment) -> tuple[DilocoState, PseudoGradientStats]:
         """Run SEND and APPLY of a fragment at once (tau = 0)."""
         outer, measured = self.round.send(state.outer, state.inner.parameters, state.seen, after)
         parameters, changed = self.round.apply(state.inner.parameters, outer, after)
         inner, outer = state.inner._replace(parameters=parameters), after.put(outer, changed)
-        return DilocoState(inner, outer, forget(state.seen, after), state.step), measured
+        return DilocoState(inner, outer, reset_tokens(state.seen, after), state.step), measured
 
     def quantisation_loss(self, state: DilocoState, batch: Tree) -> QuantisationLoss:
         """Return the quantisation loss of the replicas' differences from theta, all of them; as that of `Psdp`."""

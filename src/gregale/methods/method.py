@@ -1,5 +1,6 @@
 """The interface of methods, and what their steps share: the guard against spikes, inspection, agreement of replicas."""
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -11,9 +12,9 @@ import numpy as np
 from haliax import NamedArray
 from jax.sharding import PartitionSpec
 
-from gregale.audit.estimate import ParameterShape
 from gregale.axes.layout import Layout, Tree, is_layers, is_named
 from gregale.communication.reduce import further_splits, own_part
+from gregale.cost.estimate import ParameterShape
 from gregale.errors import UserError
 from gregale.methods.traffic import DilocoTraffic, PsdpTraffic
 from gregale.settings import Settings, above, setting, whole
@@ -115,7 +116,7 @@ class StepMetrics(NamedTuple):
     weight: Any  # float32: sum of weights, the tokens that counted
     grad_norm: Any  # float32: global norm of the averaged gradient, before clipping
     finite: Any  # bool: whether loss and gradient were finite; if not, the step changed nothing
-    outer: Any = None  # the `PseudoGradient` that was sent, if one was
+    outer: Any = None  # the `PseudoGradientStats` that was sent, if one was
     named: Any = None  # float32, by name: auxiliary terms and metrics of `Losses`, each over the sum of weights
     callbacks: Any = None  # float32, by name: the metrics of callbacks
     spike: Any = None  # bool: whether the step changed nothing as a spike; None: spikes are no matter
@@ -124,8 +125,14 @@ class StepMetrics(NamedTuple):
 class Actions(NamedTuple):
     """The actions of a step beside its update."""
 
-    during: tuple = ()  # further arguments of the compiled step
-    after: Any = None  # argument of the compiled `synchronise` after the step; None: no `synchronise`
+    step_args: tuple = ()  # further arguments of the compiled step
+    post_step: Any = None  # argument of the compiled `synchronise` after the step; None: no `synchronise`
+
+    @property
+    def during(self) -> tuple:
+        """Return `step_args`, whose name this was; it goes with the next release."""
+        warnings.warn("Actions.during is Actions.step_args now", DeprecationWarning, stacklevel=2)
+        return self.step_args
 
 
 class PsdpState(NamedTuple):
@@ -273,7 +280,7 @@ class Method(ABC):
         raise UserError(f"reduce.measure is true, but the method {self.name} uses no codec. Leave reduce.measure out.")
 
 
-class PseudoGradient(NamedTuple):
+class PseudoGradientStats(NamedTuple):
     """Measurements of a fragment's pseudo-gradient g = sum_k p_k g_k, with g_k = theta - theta_k, when it is sent.
 
     Each replica k has only its shard S_k of theta's coordinates, 1 / R of them. For S_k it has g_k and g, so that these
@@ -287,7 +294,7 @@ class PseudoGradient(NamedTuple):
 
 
 def products(own: Tree, theta: Tree, gradient: Tree, layout: Layout, axis: str) -> tuple[jax.Array, jax.Array]:
-    """Return `square` and `product` of a `PseudoGradient`; nothing crosses `axis`.
+    """Return `square` and `product` of a `PseudoGradientStats`; nothing crosses `axis`.
 
     - `own`: theta_k, with a leading [replica]; under `params`
     - `theta`, `gradient`: theta and g; under `opt_state`
@@ -329,7 +336,7 @@ def _products(own, theta, gradient, names: tuple[str, ...], layout: Layout, axis
     return mapped(own, theta, gradient)
 
 
-def cosine(measured: PseudoGradient) -> float | None:
+def cosine(measured: PseudoGradientStats) -> float | None:
     """Return the mean cosine similarity of the replicas' pseudo-gradients; None if fewer than two of them moved.
 
     It is the mean over all pairs, weighted by p_k and lengths (the first form). It needs only sums of single replicas

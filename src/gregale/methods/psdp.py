@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 from haliax import NamedArray
 
-from gregale.audit.estimate import ParameterShape
 from gregale.axes.layout import AxisMapping, Layout, Tree
 from gregale.axes.parameters import buffers_of, frozen_of, holding, static_of, trainable, with_arrays
 from gregale.codecs.codec import ReduceConfig
 from gregale.communication.quantised import QuantisationLoss, QuantisedReducer, Reducer
 from gregale.communication.reduce import Accumulated, ExactReducer, accumulate, cut_layers, joined_layers
+from gregale.cost.estimate import ParameterShape
 from gregale.methods.method import Inspected, Limits, Method, Probe, PsdpState, SpikesConfig, StepMetrics, inspected
 from gregale.methods.traffic import PsdpTraffic
 from gregale.model.losses import Losses
@@ -31,7 +31,7 @@ def select(condition: jax.Array, new: Tree, old: Tree) -> Tree:
     return jax.tree.map(lambda new, old: jnp.where(condition, new, old), new, old)
 
 
-def added(parameters: Tree, updates: Tree) -> Tree:
+def apply_updates(parameters: Tree, updates: Tree) -> Tree:
     return jax.tree.map(lambda p, u: (p + u).astype(p.dtype), parameters, updates)
 
 
@@ -56,7 +56,7 @@ class Psdp(Method):
     - `optimizer`: see `gregale.optim.Optimizer`; `Optimizer.of(tx)` makes one of any optax transformation
     - `layout`: the mesh and the mappings
     - `microbatches`: parts of a replica's batch, computed in sequence
-    - `prepare`: applied to the parameters once a step, before the microbatches (`gather: per_step` gathers them here)
+    - `gather_fn`: applied to the parameters once a step, before the microbatches (`gather: per_step` gathers them here)
     - `measure`: measure(model, batch) -> scalars by name, logged with the step
     - `reduce`: the codecs of messages over `replica`: gradients in the first phase, updates in the second
     - `spikes`: steps that are left out as spikes; None: none
@@ -71,7 +71,7 @@ class Psdp(Method):
     optimizer: Optimizer
     layout: Layout
     microbatches: int = 1
-    prepare: Callable[[Tree], Tree] = field(default=identity)
+    gather_fn: Callable[[Tree], Tree] = field(default=identity)
     reduce: ReduceConfig = field(default=ReduceConfig())
     first_layers: int = 0
     spikes: SpikesConfig | None = None
@@ -93,13 +93,13 @@ class Psdp(Method):
         parameters = layout.constrain(trainable(model), layout.params)
         sharded = self.optimizer.sharded.init(layout.constrain(parameters, layout.opt_state))
         gathered = self.optimizer.gathered.init(parameters)
-        parameters = layout.constrain(parameters, self.home)
+        parameters = layout.constrain(parameters, self.resting_mapping)
         buffers = layout.constrain(buffers_of(model), layout.compute)
         sharded = layout.constrain(sharded, layout.opt_state)
         return self.reset_error(PsdpState(parameters, sharded, gathered, buffers=buffers))
 
     @property
-    def home(self) -> AxisMapping:
+    def resting_mapping(self) -> AxisMapping:
         """Return the mapping of the parameters between steps: `opt_state` if a step begins with their gather."""
         return self.layout.opt_state if self.first_layers and self.optimizer.only_shards else self.layout.params
 
@@ -125,7 +125,7 @@ class Psdp(Method):
     def shardings(self, state: PsdpState) -> PsdpState:
         layout = self.layout
         return PsdpState(
-            parameters=layout.shardings(state.parameters, self.home),
+            parameters=layout.shardings(state.parameters, self.resting_mapping),
             sharded=layout.shardings(state.sharded, layout.opt_state),
             gathered=layout.shardings(state.gathered, {}),
             error=self.reducer.shardings(state.error),
@@ -137,7 +137,7 @@ class Psdp(Method):
 
         A step whose loss or gradient is not finite, or above its limit, does not change the state.
         """
-        ready = self.ready(state)
+        ready = self.gathered_params(state)
         moved, _, metrics = self._moved(state, ready, batch)
         own = self.measure(self.model_with(joined_layers(ready), state.buffers), batch)
         metrics, counts = metrics._replace(callbacks=own), metrics.finite
@@ -147,15 +147,15 @@ class Psdp(Method):
         return select(counts, moved, state), metrics
 
     def inspected(self, state: PsdpState, batch: Tree, probe: Probe) -> Inspected:
-        ready = self.ready(state)
+        ready = self.gathered_params(state)
         moved, grads, _ = self._moved(state, ready, batch)
         probed = probe(self.model_with(joined_layers(ready), state.buffers), batch)
         return inspected(state.parameters, grads, moved.parameters, probed)
 
     def _moved(self, state: PsdpState, ready: Tree, batch: Tree) -> tuple[PsdpState, Tree, StepMetrics]:
         """Return the state after a batch, finite or not, the averaged gradients under `opt_state`, and the metrics."""
-        sums, reducer = self.sums(ready, batch, state.buffers), self.reducer
-        weight, loss, *named = reducer.totals(sums.weight, sums.loss, *sums.named.values())
+        sums, reducer = self.accumulate_gradients(ready, batch, state.buffers), self.reducer
+        weight, loss, *named = reducer.all_reduce_scalars(sums.weight, sums.loss, *sums.named.values())
         divisor = divisor_of(weight)
         loss, named = loss / divisor, {name: each / divisor for name, each in zip(sums.named, named, strict=True)}
         reduced, error = reducer.reduce(sums.gradients, divisor, state.error)
@@ -165,14 +165,16 @@ class Psdp(Method):
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         return moved, grads, StepMetrics(loss, weight, norm, finite, named=named)
 
-    def ready(self, state: PsdpState) -> Tree:
+    def gathered_params(self, state: PsdpState) -> Tree:
         """Return the parameters under `params`, those of `first_layers` apart from the others."""
         layout, parameters = self.layout, state.parameters
         if not self.first_layers:
             return parameters
-        return layout.constrain(layout.constrain(cut_layers(parameters, self.first_layers), self.home), layout.params)
+        return layout.constrain(
+            layout.constrain(cut_layers(parameters, self.first_layers), self.resting_mapping), layout.params
+        )
 
-    def sums(self, ready: Tree, batch: Tree, buffers: Tree = None) -> Accumulated:
+    def accumulate_gradients(self, ready: Tree, batch: Tree, buffers: Tree = None) -> Accumulated:
         """Return the gradients by the parameters of `ready` on a batch, separate for each replica."""
         return self._traced_sums(ready, batch, buffers)
 
@@ -185,13 +187,13 @@ class Psdp(Method):
         return jax.jit(self._sums, inline=True)
 
     def _sums(self, ready: Tree, batch: Tree, buffers: Tree) -> Accumulated:
-        copy = () if self.reference is None else (self.prepare(self.reference),)
-        held = self if copy else self.holding(self.prepare(frozen_of(self.model)))
+        copy = () if self.reference is None else (self.gather_fn(self.reference),)
+        held = self if copy else self.holding(self.gather_fn(frozen_of(self.model)))
 
         def loss(parameters: Tree, batch: Tree):
             return self.loss(held.model_with(joined_layers(parameters), buffers), batch, *copy)
 
-        return accumulate(loss, ready, batch, self.layout, self.microbatches, self.prepare)
+        return accumulate(loss, ready, batch, self.layout, self.microbatches, self.gather_fn)
 
     def _next_buffers(self, state: PsdpState, sums: Accumulated, weight: jax.Array) -> Tree:
         """Return the model's buffers after a step, from its sums over all replicas."""
@@ -199,7 +201,7 @@ class Psdp(Method):
             return None
         model = self.model_with(self.layout.constrain(state.parameters, self.layout.params), state.buffers)
         names = [array.axis_names[1:] for array in sums.statistics.values()]
-        totals = map(NamedArray, self.reducer.totals(*sums.statistics.values()), names)
+        totals = map(NamedArray, self.reducer.all_reduce_scalars(*sums.statistics.values()), names)
         updated = self.update_buffers(model, dict(zip(sums.statistics, totals, strict=True)), weight)
         return self.layout.constrain(buffers_of(updated), self.layout.compute)
 
@@ -218,20 +220,20 @@ class Psdp(Method):
     def apply(self, state: PsdpState, updates: Tree) -> PsdpState:
         """Add updates under `opt_state` to the parameters, and gather them before if these lie under `params`."""
         layout = self.layout
-        if self.home is not layout.params:
-            parameters = added(state.parameters, updates)
-            return state._replace(parameters=layout.constrain(parameters, self.home))
+        if self.resting_mapping is not layout.params:
+            parameters = apply_updates(state.parameters, updates)
+            return state._replace(parameters=layout.constrain(parameters, self.resting_mapping))
         updates, error = self.reducer.all_gather_params(updates, state.error)  # type: ignore[arg-type]
         updates, gathered = self.optimizer.gathered.update(updates, state.gathered, state.parameters)
-        parameters = added(state.parameters, updates)
+        parameters = apply_updates(state.parameters, updates)
         return state._replace(parameters=layout.constrain(parameters, layout.params), gathered=gathered, error=error)
 
     def quantisation_loss(self, state: PsdpState, batch: Tree) -> QuantisationLoss:
         """Return the quantisation loss of a batch's gradients, in a separate program, with `reduce` quantised."""
         reducer = self.reducer
         assert reducer.quantised is True
-        sums = self.sums(self.ready(state), batch, state.buffers)
-        (weight,) = reducer.totals(sums.weight)
+        sums = self.accumulate_gradients(self.gathered_params(state), batch, state.buffers)
+        (weight,) = reducer.all_reduce_scalars(sums.weight)
         return reducer.measure(sums.gradients, divisor_of(weight), state.error)
 
     def from_psdp(self, start: PsdpState, step: Any) -> PsdpState:

@@ -7,8 +7,11 @@ from typing import NamedTuple
 
 import jax
 
-from gregale.audit.estimate import ParameterShape
-from gregale.audit.traffic import (
+from gregale.axes.layout import Layout, Tree, named_arrays
+from gregale.axes.parameters import trainable
+from gregale.communication.quantised import Reducer
+from gregale.cost.estimate import ParameterShape
+from gregale.cost.traffic import (
     Transfer,
     agreement,
     apply_transfers,
@@ -18,9 +21,6 @@ from gregale.audit.traffic import (
     send_transfers,
     sent_bytes,
 )
-from gregale.axes.layout import Layout, Tree, named_arrays
-from gregale.axes.parameters import trainable
-from gregale.communication.quantised import Reducer
 from gregale.methods.schedule import Fragment, Schedule, StepFragments, sizes_of
 
 SYNCHRONISE = "synchronise"

@@ -207,8 +207,8 @@ REMAT_POLICIES = {
     "offload": ScanCheckpointPolicy(save_carries="offload"),
 }
 
-# If `model` splits the stream (`Execution.stream`), a device also keeps its part of attention's output. So the backward
-# pass adds nothing over `model` again, which pays for the gathers that it repeats.
+# If `model` splits the stream (`Execution.sequence_sharded`), a device also keeps its part of attention's output. So
+# the backward pass adds nothing over `model` again, which pays for the gathers that it repeats.
 PART = "part_of_"
 PARTS = [f"{PART}attention_out"]
 SPLIT_POLICIES = {
@@ -338,7 +338,7 @@ class SequenceParallel:
         """Return whether `stream` splits sequences of this length over `model`."""
         return self.splits_stream and positions % self.layout.devices((POSITION, "mlp"), self.layout.compute) == 0
 
-    def stream(self, x: NamedArray) -> NamedArray:
+    def sequence_sharded(self, x: NamedArray) -> NamedArray:
         """Place the stream [batch, position, embed], to which halves of layers add: `model` splits positions too.
 
         So the sum of a product over `model` is a reduce-scatter, and a gather precedes the next product: together an
@@ -353,11 +353,11 @@ class SequenceParallel:
             return compute
         return {**compute, POSITION: self.layout.mesh_axes((POSITION, "mlp"), compute)}
 
-    def part(self, x: NamedArray) -> NamedArray:
+    def sequence_scatter(self, x: NamedArray) -> NamedArray:
         """Keep a device's part of a layer's input, in what is saved too: the compiler could gather it for products."""
-        return self.stream(x) if self.splits(x.resolve_axis(POSITION).size) else x
+        return self.sequence_sharded(x) if self.splits(x.resolve_axis(POSITION).size) else x
 
-    def whole(self, x: NamedArray) -> NamedArray:
+    def sequence_gather(self, x: NamedArray) -> NamedArray:
         """Gather the input of products from the stream."""
         return self.placed(x) if self.splits(x.resolve_axis(POSITION).size) else x
 
@@ -365,7 +365,7 @@ class SequenceParallel:
         """Name the output of products, with the parts of the stream if it is split; the backward pass gathers it."""
         if not self.splits(x.resolve_axis(POSITION).size):
             return named(x, name)
-        return named(self.stream(self.placed(x)), PART + name)
+        return named(self.sequence_sharded(self.placed(x)), PART + name)
 
 
 @dataclass(frozen=True, kw_only=True)

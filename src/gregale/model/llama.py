@@ -62,11 +62,11 @@ class Block(eqx.Module):
         self, x, positions, segments, mask, kind: Kind, execution: Execution, square=None
     ) -> tuple[NamedArray, dict[str, NamedArray]]:
         """Return the layer's output, and the `routing_sums` of its experts if there is a mask."""
-        x = execution.part(x)
+        x = execution.sequence_scatter(x)
         attended = self.attention(self.attends_to(x, execution, square), positions, segments, kind, execution)
-        x = execution.stream(x + self._attention_out(attended, execution))
+        x = execution.sequence_sharded(x + self._attention_out(attended, execution))
         fed, sums = self._mlp_out(x, execution, mask)
-        return execution.stream(x + fed), sums
+        return execution.sequence_sharded(x + fed), sums
 
     def prefill(self, x, positions, segments, slots: int, kind: Kind, execution: Execution) -> tuple[NamedArray, Cache]:
         taken = self.attends_to(x, execution)
@@ -94,7 +94,7 @@ class Block(eqx.Module):
 
     def _pre_norm(self, norm: RmsNorm, x: NamedArray, execution: Execution, square=None) -> NamedArray:
         """Return the input of half a layer."""
-        return execution.whole(x if self.config.norms == "after" else norm(x, execution, square))
+        return execution.sequence_gather(x if self.config.norms == "after" else norm(x, execution, square))
 
     def _post_norm(self, norm: RmsNorm, out_norm: RmsNorm | None, x: NamedArray, execution: Execution) -> NamedArray:
         """Return the output that half a layer adds to the stream."""
@@ -141,14 +141,14 @@ class Llama(eqx.Module):
 
     def _hidden_and_sums(self, tokens, positions, segments, mask, execution: Execution) -> tuple[NamedArray, Any]:
         """Return `hidden`, and the layers' `routing_sums`: none without experts or without a mask."""
-        x = execution.stream(self._embedded(tokens, execution))
+        x = execution.sequence_sharded(self._embedded(tokens, execution))
 
         def block(x, weights, kind, rows, execution, square=None):
             return execution.gathered_layer(weights).with_sums(x, **rows, kind=kind, execution=execution, square=square)
 
         rows = {"positions": positions, "segments": segments, "mask": mask if self.config.experts else None}
         x, sums = execution.run_layers_with_outs(block, self.config.kind_numbers, x, self.blocks, rows)
-        return execution.whole(execution.gathered(self.norm)(x, execution)), sums
+        return execution.sequence_gather(execution.gathered(self.norm)(x, execution)), sums
 
     def _embedded(self, tokens: NamedArray, execution: Execution) -> NamedArray:
         x = embed(self.embedding, tokens, execution)
@@ -208,7 +208,7 @@ class Llama(eqx.Module):
             largest = ready.attention.largest_logits(taken, positions, segments, kind, execution)
             return ready(x, positions, segments, kind, execution), hax.max(largest, axis=(BATCH, "kv_heads"))
 
-        x = execution.stream(self._embedded(batch["tokens"], execution))
+        x = execution.sequence_sharded(self._embedded(batch["tokens"], execution))
         _, largest = execution.scan_layers(block, self.config.kind_numbers, x, self.blocks)
         return in_layer_order(largest)
 

@@ -11,9 +11,9 @@ import numpy as np
 import optax
 from haliax import NamedArray
 
-from gregale.audit.traffic import Transfer, squared_norms
 from gregale.axes.layout import EMBED, EXPERTS, LORA_RANK, Layout, is_layers, is_named, named_arrays
 from gregale.axes.parameters import has_name, layers_axis, names_of_arrays, trainable
+from gregale.cost.traffic import Transfer, squared_norms
 from gregale.errors import KeyedError, below
 from gregale.model.parametrisation import Scaling
 from gregale.optim.schedules import CosineSchedule, ScheduleConfig

@@ -13,10 +13,10 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
-from gregale.audit.estimate import bytes_on_device
-from gregale.audit.traffic import FLOAT32, Transfer
 from gregale.axes.layout import Layout, is_named
 from gregale.axes.parameters import has_name, names_of_arrays, trainable
+from gregale.cost.estimate import bytes_on_device
+from gregale.cost.traffic import FLOAT32, Transfer
 from gregale.errors import KeyedError
 from gregale.model.parametrisation import Scaling
 from gregale.optim.config import (

@@ -52,7 +52,7 @@ from gregale.huggingface.weights import (
 from gregale.programs.command import Command
 from gregale.programs.runtime.setup import Setup
 from gregale.programs.runtime.trained_model import (
-    Opened,
+    LazyModel,
     base_name,
     decoder_of,
     find_run,
@@ -239,7 +239,9 @@ def by_first(action: Callable[[], T], otherwise: T) -> T:
     return action() if jax.process_count() == 1 else by_first_process(action, otherwise)
 
 
-def write_tensors(folder: Path, files: Files, slots: list[Slot], found: Opened, layout: Layout, dtypes: Dtypes) -> None:
+def write_tensors(
+    folder: Path, files: Files, slots: list[Slot], found: LazyModel, layout: Layout, dtypes: Dtypes
+) -> None:
     """Make the files in their full size, then write each parameter to its byte ranges."""
     plans = plan_files(folder, files, slots, dtypes)
     by_first(lambda: [plan.make() for plan in plans], None)

@@ -30,7 +30,7 @@ _PERIODS = 3.0  # number of intervals without a renewal after which a lease has 
 
 
 @contextmanager
-def training(
+def hold_run_lock(
     directory: StoragePath, report: Callable[[str], None] = print, beat_seconds: float = BEAT_SECONDS
 ) -> Iterator[Callable[[], None]]:
     """Hold the lock of a run directory, which is created if absent.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar, cast
 from gregale.settings import Settings, setting
 
 if TYPE_CHECKING:
-    from gregale.audit.roofline import Roofline
+    from gregale.cost.roofline import Roofline
     from gregale.methods.config import MethodContext, Methods, SyncConfig
     from gregale.methods.method import Method
     from gregale.terminal import Console

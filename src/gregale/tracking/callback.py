@@ -71,7 +71,7 @@ class RunInfo:
 
 
 @dataclass
-class Pause:
+class StepContext:
     """The time between two steps, in which the devices are idle.
 
     - `step`: the step that follows in `before_step`, the step that is done in `after_step`
@@ -129,7 +129,7 @@ class Callback:
         del step
         return False
 
-    def before_step(self, pause: Pause) -> Metrics:
+    def before_step(self, pause: StepContext) -> Metrics:
         """Return metrics to log with the step that follows."""
         del pause
         return {}
@@ -142,7 +142,7 @@ class Callback:
         del step
         return False
 
-    def after_step(self, pause: Pause) -> Metrics:
+    def after_step(self, pause: StepContext) -> Metrics:
         """Return metrics to log as an evaluation."""
         del pause
         return {}

@@ -21,7 +21,7 @@ from gregale.atomic_files import os_error_text
 from gregale.errors import UserError
 from gregale.settings import shown
 from gregale.storage import StoragePath, upload
-from gregale.tracking.callback import Callback, Metrics, Pause
+from gregale.tracking.callback import Callback, Metrics, StepContext
 
 MAX_STEPS = 100  # a trace is held in memory until it is written, and viewers show some million events
 ENDINGS = (".xplane.pb", ".trace.json.gz")
@@ -89,7 +89,7 @@ class Profile(Callback):
         """Return whether the trace ends after this step."""
         return self._window is not None and self._session is not None and step >= self._window.last
 
-    def before_step(self, pause: Pause) -> Metrics:
+    def before_step(self, pause: StepContext) -> Metrics:
         """Begin the trace."""
         del pause
         # No function of jax.profiler ends a trace without writing it.
@@ -106,7 +106,7 @@ class Profile(Callback):
             self._report(f"Nothing is traced: the profiler does not start ({error}).")
         return {}
 
-    def after_step(self, pause: Pause) -> Metrics:
+    def after_step(self, pause: StepContext) -> Metrics:
         """End the trace; write it in the background."""
         del pause
         self._end()

@@ -124,9 +124,9 @@ class Stepper:
     def __call__(self, state: TrainState, batch: Tree, step: int) -> tuple[TrainState, StepReport]:
         """Run step number `step` (from 1); `state` is donated."""
         actions = self._method.actions(step)
-        state, report = self.program(state, batch, *actions.during)
-        if actions.after is not None:
-            state, outer = self.synchronise(state, actions.after)
+        state, report = self.program(state, batch, *actions.step_args)
+        if actions.post_step is not None:
+            state, outer = self.synchronise(state, actions.post_step)
             report = report._replace(metrics=report.metrics._replace(outer=outer))
         return state, report
 
@@ -138,8 +138,8 @@ class Stepper:
         found = set()
         for step in steps:
             actions = self._method.actions(step)
-            calls = [(self.program, (batch, *actions.during))]
-            calls += [] if actions.after is None else [(self.synchronise, (actions.after,))]
+            calls = [(self.program, (batch, *actions.step_args))]
+            calls += [] if actions.post_step is None else [(self.synchronise, (actions.post_step,))]
             for program, arguments in calls:
                 leaves, structure = jax.tree.flatten(arguments)
                 key = program, structure, *map(jax.typeof, leaves)

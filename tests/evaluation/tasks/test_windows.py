@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gregale.data.examples import DocumentStream
-from gregale.data.tokenizers import NONE, Corrections
+from gregale.data.tokenizers import NONE, ByteCountOverrides
 from gregale.programs.runtime.evaluation import SlidingWindows
 
 END, START = 256, 300
@@ -16,7 +16,7 @@ END, START = 256, 300
 class Store:
     tokens: np.ndarray
     offsets: np.ndarray
-    corrections: Corrections = NONE
+    corrections: ByteCountOverrides = NONE
     supervised: None = None
 
 

@@ -19,7 +19,7 @@ from gregale.axes.gather import gathered
 from gregale.model.kernels.quantised import FORMATS, INT8, Quantised, in_eight_bits, quantised_mlp, quantised_product
 from gregale.model.kernels.tpu import products
 from gregale.model.kernels.tpu.kernels import SWIGLU
-from tests.audit.steps import lowered_step, small_setup
+from tests.cost.steps import lowered_step, small_setup
 from tests.mesh.support import layout_of
 
 Batch, Position = Axis("batch", 4), Axis("position", 6)

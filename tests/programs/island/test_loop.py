@@ -24,14 +24,14 @@ from gregale.islands.steps import IslandResources, IslandSteps, LeasedBatches, w
 from gregale.islands.trainer_command import ApplyRound, Finish, LoadOuterState, RoundPacing, SendMessage
 from gregale.methods.method import StepMetrics
 from gregale.methods.schedule import Schedule
-from gregale.programs.runtime.batches import Placement
+from gregale.programs.runtime.batches import BatchSharding
 from gregale.programs.train.loop import NextPrograms
 from gregale.programs.train.resume import Start
 from gregale.programs.train.step_log import Observers
 from gregale.runs.history import ROUNDS
 from gregale.storage import StoreError, write_bytes
 from gregale.storage.jsonl import ResumePoint, lines_at, read_entries
-from gregale.tracking.callback import Callbacks, Pause
+from gregale.tracking.callback import Callbacks, StepContext
 from gregale.training.state import StepReport
 from tests.mesh.support import layout_of
 from tests.methods.islands import Fleet, on_one_device
@@ -51,7 +51,7 @@ class Counting:
 
 def test_batches_follow_the_leases():
     firsts = [0, 4, 100]
-    placement = Placement((Axis("batch", 4), Axis("position", 4)), layout_of(context=2, data=2))
+    placement = BatchSharding((Axis("batch", 4), Axis("position", 4)), layout_of(context=2, data=2))
     with closing(LeasedBatches(Counting(), placement, lambda: firsts.pop(0) if firsts else None)) as batches:
         seen = [np.asarray(next(batches)["tokens"].array)[:, 0].tolist() for _ in range(3)]
         assert seen == [[0, 1, 2, 3], [4, 5, 6, 7], [100, 101, 102, 103]]
@@ -296,7 +296,7 @@ def test_no_checkpoint_is_tried_of_a_state_that_peers_replace(island_steps, monk
     nothing: Any = None
     saving = IslandSaving(setup, nothing, nothing, nothing, steps, (nothing, nothing), resources)
     state = broken(steps.state) if is_broken else steps.state
-    saving.after_step(Pause(3, state, steps.method, None, nothing, nothing))
+    saving.after_step(StepContext(3, state, steps.method, None, nothing, nothing))
     assert len(saved) == saves, "without peers the save refuses it and ends the run"
 
 

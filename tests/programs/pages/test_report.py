@@ -16,7 +16,7 @@ from gregale.programs.live_page import LivePage, Server
 from gregale.programs.report import end_loss, loss_before, report_page
 from gregale.programs.report_charts import accumulated, report_runs
 from gregale.runs.history import Column, Figures, History, RunPaths, read_history
-from gregale.runs.run_lock import training
+from gregale.runs.run_lock import hold_run_lock
 from gregale.web.document import Lines, Page, Series
 from tests.programs.pages.browser import CONTRAST, PHONE, Browser, box, check_looks, drawn, figure_of, found, legend
 from tests.programs.pages.made_up import STREAMING, figures, write_metrics, write_rounds, write_run
@@ -325,7 +325,7 @@ def test_figures_have_charts_with_their_names_units_and_meaning(tmp_path):
 
 def test_a_run_that_goes_on_is_told(tmp_path):
     folder = write_run(tmp_path / "going", steps=20)
-    with training(folder, print):
+    with hold_run_lock(folder, print):
         assert "going is still training; the report is a snapshot." in text_of(page_of(folder))
     assert "is still training" not in text_of(page_of(folder))
 
@@ -514,7 +514,7 @@ def test_a_page_that_was_opened_before_the_first_step_becomes_that_of_the_run(br
     controls = "[...document.querySelectorAll('#x option, #controls input')].map(each => each.id || each.value)"
     opened = "[...document.querySelectorAll('details[open] summary')].map(each => each.textContent)"
     with Server(page.now, "127.0.0.1", 0) as server, browser.open(server.address) as tab:
-        with training(folder, print):
+        with hold_run_lock(folder, print):
             tab.wait("document.body.textContent.includes('is still training')")
             assert "tokens" not in tab.value(controls)
             (folder / "samples.txt").write_text("--- step 25\nearly\n")

@@ -7,7 +7,7 @@ import pytest
 
 from gregale.programs.watch import RunPoller, RunStatus, devices, seconds_a_step
 from gregale.runs.history import Column, Figures, RunPaths, State, Summary
-from gregale.runs.run_lock import training
+from gregale.runs.run_lock import hold_run_lock
 from tests.runs.runs import START, step_line, write_lines, write_run
 
 
@@ -19,7 +19,7 @@ def test_a_run_is_followed_through_a_stop_and_another_start(tmp_path):
     now = 100.0
     run = write_run(tmp_path / "a", 3)
     follower = RunPoller(RunPaths(run), clock=lambda: now)
-    with training(run):
+    with hold_run_lock(run):
         snapshot, events = follower.poll()
         assert (snapshot.summary.state, snapshot.summary.step, events) == (State.RUNNING, 3, [])
         assert (snapshot.silent_seconds, snapshot.remaining_seconds) == (None, 7 * 0.5)
@@ -40,7 +40,7 @@ def test_a_run_is_followed_through_a_stop_and_another_start(tmp_path):
     (run / "metrics.new").rename(run / "metrics.jsonl")
     with (run / "starts.jsonl").open("a") as file:
         file.write(json.dumps({**START, "step": 4, "devices": 4}) + "\n")
-    with training(run):
+    with hold_run_lock(run):
         snapshot, events = follower.poll()
         assert events == ["a goes on after step 4, on 4 cpu (replica 2).", "a is running, step 4 of 10."]
         assert snapshot.figures["loss"].steps.tolist() == [1, 2, 3, 4]

@@ -21,7 +21,7 @@ from gregale.programs.watch import (
     view_of,
 )
 from gregale.runs.history import RunPaths
-from gregale.runs.run_lock import training
+from gregale.runs.run_lock import hold_run_lock
 from tests.runs.runs import step_line, write_lines, write_run
 
 
@@ -48,7 +48,7 @@ def running(tmp_path) -> RunStatus:
     full = {"mfu": 0.41, "evaluation_seconds": 5.0, "saving_seconds": 0.0, "host_memory_bytes": 2_000_000_000}
     write_lines(run, *(step_line(step, **full, replica_bytes=10**6) for step in range(1, 101)))
     write_lines(run, {"step": 100, "eval_loss": 2.5, "eval_loss.news": 2.75, "bits_per_byte": 1.25})
-    with training(run):
+    with hold_run_lock(run):
         return RunPoller(RunPaths(run)).poll()[0]
 
 
@@ -84,7 +84,7 @@ def test_a_run_that_stands_still_is_told(running):
 
 
 def test_a_run_before_its_first_step(tmp_path):
-    with training(write_run(tmp_path / "a", 0)):
+    with hold_run_lock(write_run(tmp_path / "a", 0)):
         snapshot = RunPoller(RunPaths(tmp_path / "a")).poll()[0]
     assert seen(snapshot)[0] == "a  running  no step yet: preparing data or compiling"
     assert plain_line(snapshot) == "a running  no step yet: preparing data or compiling"
@@ -137,7 +137,7 @@ def test_a_plain_line(running):
 def test_that_an_island_waits_for_others_is_seen_while_it_runs(tmp_path):
     run = write_run(tmp_path / "a", 0, steps=200)
     follower, line = RunPoller(RunPaths(run)), "No round for 40 s: 1 of at least 2 islands are here (a)."
-    with training(run):
+    with hold_run_lock(run):
         write_lines(run, step_line(1))
         follower.poll()
         RunPaths(run).stalled.write_text(line)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from haliax import Axis
 
 from gregale.model.kernels.grouped import BLOCKED, GroupedProducts, of_groups
-from gregale.model.kernels.quantised import PART, SMALLEST, EightBits, Quantised, Weight, eight_bits
+from gregale.model.kernels.quantised import PART, SMALLEST, EightBits, Quantised, Weight, int8_quantise
 
 LARGEST = 127.0
 
@@ -37,7 +37,7 @@ def integers_of(how: Quantised, weight: Weight, order: Sequence[str]) -> Integer
     """Return the integers of a weight [groups, inputs, outputs], and their scales, with the axes in an order."""
     groups, inputs, outputs = weight.axis_names
     if not isinstance(weight, EightBits):
-        weight = eight_bits(how, weight, weight, [inputs], {})
+        weight = int8_quantise(how, weight, weight, [inputs], {})
     numbers = how.joined(weight.numbers, weight.axis_names).rearrange(order)
     scale, part = how.joined(weight.scale, [groups, outputs]), inputs + PART
     if part not in scale.axis_names:

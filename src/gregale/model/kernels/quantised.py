@@ -213,10 +213,10 @@ def in_eight_bits(how: Quantised, exact: NamedArray, shard: NamedArray, inputs: 
     if layout is None or not layout.gathers(shard.axes):
         return exact
     mapping = {name: axes for name, axes in layout.params.items() if name not in layout.compute}
-    return eight_bits(how, exact, shard, inputs, mapping)
+    return int8_quantise(how, exact, shard, inputs, mapping)
 
 
-def eight_bits(
+def int8_quantise(
     how: Quantised, exact: NamedArray, shard: NamedArray, inputs: Sequence[str], mapping: AxisMapping
 ) -> EightBits:
     """Return a weight and its numbers, of which a device computes those of its shard by `mapping`."""

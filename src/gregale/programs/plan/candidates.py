@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from gregale.audit.estimate import Estimate, is_compared
 from gregale.axes.layout import make_mesh, slice_of
 from gregale.communication.pipeline import GATHER_LEVELS, SAVED
 from gregale.communication.reduce import rows_per_part
+from gregale.cost.estimate import Estimate, is_compared
 from gregale.errors import UserError
 from gregale.methods.traffic import SYNCHRONISE
 from gregale.model.config import GATHER, REMAT

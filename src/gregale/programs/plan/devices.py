@@ -12,9 +12,9 @@ from math import prod
 
 import jax
 
-from gregale.audit.chips import Chip, chip
-from gregale.audit.estimate import ACCELERATOR, CPU, TPU, Backend
 from gregale.axes.layout import Device
+from gregale.cost.chips import Chip, chip
+from gregale.cost.estimate import ACCELERATOR, CPU, TPU, Backend
 from gregale.distributed.devices import GPU_MEMORY, set_flags
 from gregale.errors import UserError, install_hint
 from gregale.runs.config import TrainConfig
@@ -27,7 +27,7 @@ CUDNN = 9
 
 @dataclass(frozen=True)
 class Gpu:
-    """Properties of a GPU for the compiler, besides those in `gregale.audit.chips`."""
+    """Properties of a GPU for the compiler, besides those in `gregale.cost.chips`."""
 
     chip: str
     kind: str  # JAX's name of the device

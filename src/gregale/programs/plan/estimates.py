@@ -17,9 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import NamedArray
 
-from gregale.audit import Collective, audit
-from gregale.audit.collectives import BETWEEN, INSIDE, Grid, grid_of
-from gregale.audit.estimate import (
+from gregale.axes.layout import MODEL, REPLICA, is_named, named_arrays
+from gregale.axes.parameters import is_buffer, is_quantised, trainable
+from gregale.cost import Collective, audit
+from gregale.cost.collectives import BETWEEN, INSIDE, Grid, grid_of
+from gregale.cost.estimate import (
     ACCELERATOR,
     Backend,
     Estimate,
@@ -30,10 +32,8 @@ from gregale.audit.estimate import (
     estimate_memory,
     estimate_pipeline,
 )
-from gregale.audit.roofline import Roofline, Work, link_rates, roofline, work_of
-from gregale.audit.traffic import Transfer, expected_transfers, kept, pipelined, sent_bytes
-from gregale.axes.layout import MODEL, REPLICA, is_named, named_arrays
-from gregale.axes.parameters import is_buffer, is_quantised, trainable
+from gregale.cost.roofline import Roofline, Work, link_rates, roofline, work_of
+from gregale.cost.traffic import Transfer, expected_transfers, kept, pipelined, sent_bytes
 from gregale.errors import UserError
 from gregale.methods.method import Method
 from gregale.model.config import DTYPES

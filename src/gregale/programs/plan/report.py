@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from gregale.audit.chips import GBIT
-from gregale.audit.estimate import ACCELERATOR, Backend, is_of_linear
-from gregale.audit.overlap import CALIBRATION, Schedule
-from gregale.audit.roofline import Roofline, model_flops_per_token
-from gregale.audit.traffic import bytes_by_axes
 from gregale.axes.mapping import mapping_rows
 from gregale.axes.parameters import parameter_count
+from gregale.cost.chips import GBIT
+from gregale.cost.estimate import ACCELERATOR, Backend, is_of_linear
+from gregale.cost.overlap import CALIBRATION, Schedule
+from gregale.cost.roofline import Roofline, model_flops_per_token
+from gregale.cost.traffic import bytes_by_axes
 from gregale.formatting import listed
 from gregale.huggingface.families import parameters_of
 from gregale.methods.comparison import compared
@@ -349,7 +349,7 @@ def methods_of(setup: Setup, bound: Roofline | None, bytes_per_second: float | N
         return lambda grid: run_method(name, workload, ring, cadence, grid, wire.bytes_per_parameter).utilisation
 
     for name, each in compared(setup.config.sync, step.layers, step.adapts).items():
-        average, peak = each.bytes_a_step(setup.parts, step)
+        average, peak = each.bytes_a_step(setup.method_context, step)
         schedule = each.schedule(step.layers)
         found[name] = {
             **{key: getattr(schedule, key) for key in ("period", "fragments", "delay")},

@@ -28,15 +28,15 @@ from typing import Any
 import haliax as hax
 import jax
 
-from gregale.audit import Audit, audit
-from gregale.audit.collectives import BETWEEN, INSIDE, Collective, grid_of
-from gregale.audit.estimate import Backend, CompilerMemory, compiler_memory
-from gregale.audit.overlap import HOST, Rates, Schedule, schedule_of
-from gregale.audit.pallas_cost import Kernels
-from gregale.audit.roofline import Roofline, link_rates, roofline
-from gregale.audit.traffic import Transfer
 from gregale.axes.layout import make_mesh
 from gregale.axes.parameters import FURTHER_ROUNDS
+from gregale.cost import Audit, audit
+from gregale.cost.collectives import BETWEEN, INSIDE, Collective, grid_of
+from gregale.cost.estimate import Backend, CompilerMemory, compiler_memory
+from gregale.cost.overlap import HOST, Rates, Schedule, schedule_of
+from gregale.cost.pallas_cost import Kernels
+from gregale.cost.roofline import Roofline, link_rates, roofline
+from gregale.cost.traffic import Transfer
 from gregale.errors import UserError
 from gregale.formatting import listed
 from gregale.methods.traffic import SYNCHRONISE
@@ -318,19 +318,19 @@ def lowerings(setup: Setup, backend: Backend) -> Iterator[Lowering]:
     traffic = method.traffic(parameter_shape(setup))
     if traffic is None:
         first = [method.actions(number) for number in range(1, min(setup.config.steps, FIRST_STEPS) + 1)]
-        for name, during, share in _kinds(STEP, [each.during for each in first]):
+        for name, during, share in _kinds(STEP, [each.step_args for each in first]):
             yield Lowering(name, partial(step, *during), sent, share)
-        for name, after, share in _kinds(SYNCHRONISE, [each.after for each in first]):
+        for name, after, share in _kinds(SYNCHRONISE, [each.post_step for each in first]):
             if after is not None:
                 yield Lowering(name, partial(synchronise, after), [], share)
     else:
-        yield Lowering(STEP, partial(step, *method.actions(1).during), sent, 1)
+        yield Lowering(STEP, partial(step, *method.actions(1).step_args), sent, 1)
         for name, kind in traffic.kinds().items():
             actions = method.actions(kind.step)
-            if actions.after is not None:
-                yield Lowering(name, partial(synchronise, actions.after), kind.transfers)
+            if actions.post_step is not None:
+                yield Lowering(name, partial(synchronise, actions.post_step), kind.transfers)
             else:
-                yield Lowering(name, partial(step, *actions.during), sent + kind.transfers)
+                yield Lowering(name, partial(step, *actions.step_args), sent + kind.transfers)
     if setup.method_after(0) is not method:
         program, start = setup.stepper(setup.psdp).program, abstract_state(setup.psdp, setup.model)
         yield Lowering(WARM_UP, partial(program.lower, start, batch), step_transfers(setup, backend, setup.psdp))

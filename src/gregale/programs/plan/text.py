@@ -3,8 +3,8 @@
 from collections import Counter
 from typing import Any
 
-from gregale.audit.collectives import BETWEEN
 from gregale.axes.mapping import MAPPINGS
+from gregale.cost.collectives import BETWEEN
 from gregale.formatting import listed
 from gregale.programs.plan.step import STEP
 from gregale.runs.sections import section_classes

@@ -21,7 +21,7 @@ THREADS = 4
 BATCHES_AHEAD = 8  # prepared in advance; limits the memory
 
 
-class Placement:
+class BatchSharding:
     """Selects the rows and positions of a batch for this process, and makes global arrays of them.
 
     Positions are in the order in which devices that share a sequence hold them (`axes.position_order`).
@@ -72,7 +72,7 @@ class GlobalBatches(Iterator[dict[str, NamedArray]]):
     """
 
     def __init__(self, examples: Examples | ReplicaExamples, axes: tuple[Axis, Axis], layout: Layout, first: int = 0):
-        self._placement = Placement(axes, layout)
+        self._placement = BatchSharding(axes, layout)
         self._batches = batches(examples, axes[0].size, self._placement.rows, first, self._placement.part)
 
     def __next__(self) -> dict[str, NamedArray]:

@@ -41,7 +41,7 @@ from gregale.evaluation.tasks import (
 )
 from gregale.inference.generate import Sampling, check_scored, scores
 from gregale.model.execution import Execution
-from gregale.programs.runtime.batches import GlobalBatches, Placement
+from gregale.programs.runtime.batches import BatchSharding, GlobalBatches
 from gregale.programs.runtime.initial_model import NEXT_TOKEN, checked_loss
 from gregale.programs.runtime.sampler import MAX_BATCH, Sampler, TextFormat, beside_training, chat_prompts
 from gregale.programs.runtime.setup import Setup
@@ -146,7 +146,7 @@ class Scorer:
         self, continuations: Continuations, shape: Shape
     ) -> Iterator[tuple[np.ndarray, dict[str, NamedArray]]]:
         """Yield the indices of each batch's continuations, and the batch with the rows of this process's devices."""
-        placement = Placement((Axis(BATCH, shape.rows), Axis(POSITION, shape.length)), self._setup.layout)
+        placement = BatchSharding((Axis(BATCH, shape.rows), Axis(POSITION, shape.length)), self._setup.layout)
         for first in range(0, len(shape.chosen), shape.rows):
             chosen = shape.chosen[first : first + shape.rows]
             mine = [continuations[chosen[row]] if row < len(chosen) else NOTHING for row in placement.rows]

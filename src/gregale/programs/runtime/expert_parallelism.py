@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 
 from jax.sharding import Mesh
 
-from gregale.audit.chips import chip, of_device
-from gregale.audit.collectives import INSIDE
-from gregale.audit.estimate import ACCELERATOR
 from gregale.axes.layout import EXPERTS, make_mesh
 from gregale.axes.mapping import EXCHANGED
+from gregale.cost.chips import chip, of_device
+from gregale.cost.collectives import INSIDE
+from gregale.cost.estimate import ACCELERATOR
 from gregale.distributed.devices import GPU_MEMORY
 from gregale.errors import UserError
 from gregale.programs.plan import estimates

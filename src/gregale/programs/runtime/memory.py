@@ -9,9 +9,9 @@ from pathlib import Path
 import jax
 from rich.filesize import decimal
 
-from gregale.audit.estimate import compiler_memory
 from gregale.axes.layout import Device
 from gregale.checkpoint.multihost import first_message
+from gregale.cost.estimate import compiler_memory
 from gregale.errors import UserError
 from gregale.programs.runtime.setup import Setup
 

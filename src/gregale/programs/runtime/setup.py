@@ -68,9 +68,9 @@ class Setup:
         return self.config.model.vocabulary or self.Vocab.size
 
     @property
-    def parts(self) -> MethodContext:
+    def method_context(self) -> MethodContext:
         """Return the context from which this configuration builds its method and methods for comparison."""
-        return parts_of(self.config, self.model, self.layout, self.callbacks)
+        return method_context_of(self.config, self.model, self.layout, self.callbacks)
 
     def method_after(self, step: int) -> Method:
         return self.psdp if step < self.config.sync.warm_up() else self.method
@@ -225,7 +225,7 @@ def placed(config: TrainConfig, tokens: int, mesh: Mesh) -> Setup:
     check_axes(config, layout, model)
     check_parameters(model)
     callbacks = tuple(built(each) for each in config.callbacks)
-    methods = methods_of(config, parts_of(config, model, layout, callbacks))
+    methods = methods_of(config, method_context_of(config, model, layout, callbacks))
     return Setup(config, layout, Vocab, model, methods.psdp, methods.chosen, callbacks)
 
 
@@ -234,7 +234,7 @@ def methods_of(config: TrainConfig, parts: MethodContext) -> Methods:
     return config.fleet.build(config.sync, parts)
 
 
-def parts_of(config: TrainConfig, model, layout: Layout, callbacks: Sequence[Callback]) -> MethodContext:
+def method_context_of(config: TrainConfig, model, layout: Layout, callbacks: Sequence[Callback]) -> MethodContext:
     """Return the context from which the configuration builds its methods."""
     options = compiler_options(config.compute.compiler_options, layout.mesh, config.model.experts is not None)
     psdp = partial(psdp_on, config, model, callbacks)
@@ -270,7 +270,7 @@ def psdp_on(config: TrainConfig, model, callbacks: Sequence[Callback], layout: L
         layout=layout,
         reference=reference(config, model),
         microbatches=config.batch.microbatches,
-        prepare=run.gathered if per_step else identity,
+        gather_fn=run.gathered if per_step else identity,
         first_layers=first,
         spikes=config.skip_spikes,
         update_buffers=partial(updated_buffers, config.model) if of_model else lambda model, *sums: model,

@@ -214,7 +214,7 @@ class Trained:
         setup = self.setup
         if setup.psdp.reference is None:
             return None
-        return weights_of(Base.recorded(setup, self.metadata), setup, setup.frozen)
+        return weights_of(FrozenSource.recorded(setup, self.metadata), setup, setup.frozen)
 
 
 def find_run(name: str) -> RunDirectory:
@@ -303,7 +303,7 @@ def restored_model(run: RunDirectory, setup: Setup, step: int | None) -> tuple[o
         raise no_checkpoint(run, setup)
     model = evaluated_model(setup, restored.metadata, restored.tree)
     if setup.config.adapter is not None:
-        model = with_arrays(model, weights_of(Base.recorded(setup, restored.metadata), setup, setup.frozen))
+        model = with_arrays(model, weights_of(FrozenSource.recorded(setup, restored.metadata), setup, setup.frozen))
     return model, restored.step, restored.metadata
 
 
@@ -322,17 +322,17 @@ def no_checkpoint(run: RunDirectory, setup: Setup) -> UserError:
 
 
 @dataclass(frozen=True)
-class Opened:
+class LazyModel:
     """A model of a run."""
 
     step: int  # the checkpoint's step; 0 for an imported model
     read: Read  # returns a parameter by its path, on the mesh of the setup
     metadata: Mapping[str, Any]  # of the checkpoint
-    base: "Base | None" = None  # of a run with adapters
+    base: "FrozenSource | None" = None  # of a run with adapters
 
 
 @contextmanager
-def opened(run: RunDirectory, setup: Setup, step: int | None) -> Iterator[Opened]:
+def opened(run: RunDirectory, setup: Setup, step: int | None) -> Iterator[LazyModel]:
     """Yield the model to evaluate of a step's checkpoint; None: the newest valid checkpoint.
 
     Of a run with adapters it has the paths of `setup.base`, with merged weights, and those of the adapters. All
@@ -341,7 +341,7 @@ def opened(run: RunDirectory, setup: Setup, step: int | None) -> Iterator[Opened
     """
     if run.is_imported:
         refuse_step(run, step)
-        yield Opened(0, reader(open_folder(Path(str(run.huggingface))), setup.base, setup.layout), {})
+        yield LazyModel(0, reader(open_folder(Path(str(run.huggingface))), setup.base, setup.layout), {})
         return
     with Checkpoints(run.checkpoints, report=partial(print, file=sys.stderr)) as checkpoints, ExitStack() as stack:
         found = checkpoints.sound_step() if step is None else step
@@ -351,9 +351,9 @@ def opened(run: RunDirectory, setup: Setup, step: int | None) -> Iterator[Opened
             checkpoints.check(step)
         read, metadata, base = partial(_read, checkpoints, setup, found), checkpoints.metadata(found), None
         if setup.config.adapter is not None:
-            base = Base.recorded(setup, metadata)
+            base = FrozenSource.recorded(setup, metadata)
             read = merging(setup, read, stack.enter_context(base.opened(setup)).read)
-        yield Opened(found, read, metadata, base)
+        yield LazyModel(found, read, metadata, base)
 
 
 def merging(setup: Setup, own: Read, base: Read) -> Read:
@@ -396,7 +396,7 @@ def _read(checkpoints: Checkpoints, setup: Setup, step: int, path: str) -> Named
 
 
 @dataclass(frozen=True)
-class Base:
+class FrozenSource:
     """The model whose weights a run freezes: the one that the run starts from.
 
     - `step`: of its checkpoint; 0 for an imported model
@@ -413,7 +413,7 @@ class Base:
         return {"origin": str(self.origin.path), "step": self.step, "digest": self.digest}
 
     @staticmethod
-    def of(config: TrainConfig, record: Mapping[str, Any] | None = None) -> "Base":
+    def of(config: TrainConfig, record: Mapping[str, Any] | None = None) -> "FrozenSource":
         """Return the base of a configuration; all processes make this call.
 
         - `record`: the entry of a checkpoint that needs the same weights; None: the newest checkpoint of the origin
@@ -430,10 +430,10 @@ class Base:
                 f"(digest {found['digest'][:12]}, and the checkpoint names {record['digest'][:12]}). Put the old "
                 "files back, or name a copy of them in start_from."
             )
-        return Base(RunDirectory(storage_path(found["origin"])), found["step"], found["digest"])
+        return FrozenSource(RunDirectory(storage_path(found["origin"])), found["step"], found["digest"])
 
     @staticmethod
-    def recorded(setup: Setup, metadata: Mapping[str, Any]) -> "Base":
+    def recorded(setup: Setup, metadata: Mapping[str, Any]) -> "FrozenSource":
         """Return the base of a checkpoint, see `of`; raise `UserError` if the run began without frozen weights."""
         objective = setup.config.objective
         if setup.config.adapter is None and "base" not in metadata:
@@ -442,12 +442,12 @@ class Base:
                 "one before the first step, and the run began with another objective. Start another run, with this one "
                 "as its start_from."
             )
-        return Base.of(setup.config, recorded(metadata, "base"))
+        return FrozenSource.of(setup.config, recorded(metadata, "base"))
 
     @contextmanager
-    def opened(self, setup: Setup) -> Iterator[Opened]:
+    def opened(self, setup: Setup) -> Iterator[LazyModel]:
         """Yield the model on the mesh of a setup, without adapters of the setup."""
-        config = as_here(self.origin.read_config(), setup.config)
+        config = on_this_mesh(self.origin.read_config(), setup.config)
         origin = set_up(config, setup.tokens, setup.layout.mesh)
         with opened(self.origin, origin, self.step or None) as found:
             yield found
@@ -475,7 +475,7 @@ def _origin(name: str, record: Mapping[str, Any] | None) -> dict[str, Any]:
     return {"origin": str(origin), "step": step, "digest": json.loads(manifest)["blake2b"]}
 
 
-def as_here(theirs: TrainConfig, here: TrainConfig) -> TrainConfig:
+def on_this_mesh(theirs: TrainConfig, here: TrainConfig) -> TrainConfig:
     """Return the configuration of another run's model on the mesh of this one, without data and objective."""
     own = ("mesh", "mapping", "pipeline", "batch")
     unread = {"data": DataConfig(), "evaluation": EvaluationConfig(), "objective": NextTokenConfig()}
@@ -487,7 +487,7 @@ def as_here(theirs: TrainConfig, here: TrainConfig) -> TrainConfig:
     return replace(theirs, **unread, compute=compute, model=model, **{name: getattr(here, name) for name in own})
 
 
-def weights_of(base: Base, setup: Setup, like: Any) -> Any:
+def weights_of(base: FrozenSource, setup: Setup, like: Any) -> Any:
     """Return the base's weights in the forms of an abstract tree, read one at a time, on the mesh of a setup."""
     with base.opened(setup) as found:
 
@@ -514,7 +514,7 @@ def _is_weight(node: Any) -> bool:
 EITHER = ("adapter.start_from", "adapter.base")  # settings in which adapters may differ from those that they continue
 
 
-def continued(setup: Setup, base: Base) -> Any:
+def continued(setup: Setup, base: FrozenSource) -> Any:
     """Return the adapters of `adapter.start_from` in the structure of the parameters; None: new ones are wanted.
 
     Raises `UserError` if they are of other targets or of another rank or scale, or were trained beside other weights.
@@ -533,7 +533,7 @@ def continued(setup: Setup, base: Base) -> Any:
     )
 
 
-def _adapters_of_run(setup: Setup, config: AdapterConfig, name: str, base: Base) -> dict[str, NamedArray]:
+def _adapters_of_run(setup: Setup, config: AdapterConfig, name: str, base: FrozenSource) -> dict[str, NamedArray]:
     run = find_run(name)
     theirs = run.read_config()
     if theirs.adapter is None:
@@ -541,7 +541,7 @@ def _adapters_of_run(setup: Setup, config: AdapterConfig, name: str, base: Base)
     found = [each for each in changes(theirs.adapter, config, "adapter") if each.key not in EITHER]
     if fixed := [change for change in found if change.fixed]:
         raise UserError(f"adapter.start_from: {run.path} has other adapters: {'; '.join(map(str, fixed))}.")
-    other = set_up(as_here(theirs, setup.config), setup.tokens, setup.layout.mesh)
+    other = set_up(on_this_mesh(theirs, setup.config), setup.tokens, setup.layout.mesh)
     with opened(run, other, None) as found:
         if recorded(found.metadata, "base")["digest"] != base.digest:
             raise UserError(
@@ -568,7 +568,7 @@ def decoder_of(config: TrainConfig) -> LlamaConfig:
     return config.model
 
 
-def base_name(base: Base, given: str | None) -> str:
+def base_name(base: FrozenSource, given: str | None) -> str:
     """Return the folder or name from which PEFT reads a base (`given`: the user's); raise `UserError` if it cannot."""
     folder = Path(str(base.origin.huggingface) if given is None else expand(given, "base"))
     is_name = given is not None and not folder.exists() and REPOSITORY.fullmatch(given)

@@ -33,7 +33,7 @@ from gregale.programs.train.step_log import DataPosition, Observers, StepLog, Tr
 from gregale.runs.config import TrainConfig
 from gregale.runs.process_agreement import process_terms
 from gregale.runs.run_directory import RunDirectory
-from gregale.runs.run_lock import training
+from gregale.runs.run_lock import hold_run_lock
 from gregale.runs.sections import REGISTERED
 from gregale.runs.stages import Change, changes, number_after
 from gregale.settings import Settings, setting, whole
@@ -275,10 +275,10 @@ def take_lock(stack: ExitStack, run: RunDirectory, fresh: bool, report: Callable
 
     def take() -> Callable[[], None]:
         if fresh and run.path.exists():
-            with training(run.path, report):
+            with hold_run_lock(run.path, report):
                 archived = run.archive()
             report(f"The old run is now {archived}.")
-        check = stack.enter_context(training(run.path, report))
+        check = stack.enter_context(hold_run_lock(run.path, report))
         run.checkpoints.mkdir(exist_ok=True)
         return check
 

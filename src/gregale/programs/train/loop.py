@@ -29,7 +29,7 @@ from gregale.programs.runtime.evaluation import format_losses, format_tasks, tas
 from gregale.programs.runtime.memory import check_program
 from gregale.programs.runtime.sampler import Sampler, training_sampler
 from gregale.programs.runtime.setup import Setup
-from gregale.programs.runtime.trained_model import Base, checkpoint_metadata, checkpointed
+from gregale.programs.runtime.trained_model import FrozenSource, checkpoint_metadata, checkpointed
 from gregale.programs.train.exports import Exports
 from gregale.programs.train.resume import Start, converted
 from gregale.programs.train.stages import PreparedStage
@@ -47,7 +47,7 @@ from gregale.runs.config import TrainConfig
 from gregale.runs.run_directory import RunDirectory
 from gregale.storage import StoreError
 from gregale.streams import LEFT_AT_EXIT
-from gregale.tracking.callback import Callback, Metrics, Pause, call, own_metrics
+from gregale.tracking.callback import Callback, Metrics, StepContext, call, own_metrics
 from gregale.training.state import StepReport, TrainState
 
 
@@ -108,7 +108,7 @@ class Steps(ABC):
     compiled: int
     stop: StopRequest
     stop_reason: str | None = None
-    base: Base | None = None
+    base: FrozenSource | None = None
     unfinished: bool = False
 
     @property
@@ -239,7 +239,7 @@ class Evaluation(Callback):
     def waits_after(self, step: int) -> bool:
         return is_due(step, self._setup.config.evaluation.every) and not self._steps.ended
 
-    def after_step(self, pause: Pause) -> Metrics:
+    def after_step(self, pause: StepContext) -> Metrics:
         """Return the metrics of the evaluation; the samples are written before, because its line ends a run."""
         config = self._setup.config
         self._observers.progress.at(pause.step, Phase.EVALUATING)
@@ -313,11 +313,11 @@ class Saving(Callback):
         every = self._setup.config.checkpoint.steps
         return is_due(step, every) if self._elapsed is None else self._elapsed.is_due(step)
 
-    def after_step(self, pause: Pause) -> Metrics:
+    def after_step(self, pause: StepContext) -> Metrics:
         self._save(pause, {}, self._observers.callbacks.flush)
         return {}
 
-    def _save(self, pause: Pause, counted: Mapping[str, Any], beside: Callable[[], object]) -> None:
+    def _save(self, pause: StepContext, counted: Mapping[str, Any], beside: Callable[[], object]) -> None:
         """Save the state with the run's counts and further entries of the metadata.
 
         - `beside`: writes what belongs to the checkpoint, before its commit
@@ -413,10 +413,10 @@ class Loop:
                     inspected = self._before_step(batch)
                     with jax.profiler.StepTraceAnnotation("train", step_num=steps.step + 1), progress.waiting():
                         report = steps.take(batch)  # a device's queue may be full
-                    log.took(steps.step, report, inspected)
+                    log.enqueue(steps.step, report, inspected)
                     steps.between()
                     self._after_step(self._waiting)
-            log.catch_up()
+            log.flush()
         except TooManySkipped as error:
             raise UserError(f"{error} {after_skipping(steps.state)}") from None
         if 0 < steps.step == log.skipped:
@@ -435,7 +435,7 @@ class Loop:
         step, metrics = self._steps.step + 1, {}
         if due := [each for each in self._waiting if each.waits_before(step)]:
             phase = self._observers.progress.current.phase
-            self._log.catch_up()
+            self._log.flush()
             pause = self._pause(step, batch)
             for each in due:
                 metrics |= self._call("before_step", each, pause)
@@ -447,7 +447,7 @@ class Loop:
         """Call those that wait after the last step; after a signal the rest is left to the next start."""
         step, self._steps.unfinished = self._steps.step, False
         if due := [each for each in waiting if each.waits_after(step)]:
-            self._log.catch_up()
+            self._log.flush()
             pause = self._pause(step)
             with suppress(Cut):
                 for each in due:
@@ -468,16 +468,16 @@ class Loop:
                 self._tell(self._call("after_step", self._evaluation, pause))
         self._observers.callbacks.on_end(self._steps.step)
 
-    def _pause(self, step: int, batch: Batch | None = None) -> Pause:
+    def _pause(self, step: int, batch: Batch | None = None) -> StepContext:
         method = self._steps.method
         state, program, setup = self._steps.state, self._stage.trained(method), self._stage.setup
 
         def trained(of_method: Any) -> Any:
             return setup.holding(program(of_method), state.frozen)[0]
 
-        return Pause(step, state, method, batch, trained, self._steps.stop.ask, self._steps.stop.check)
+        return StepContext(step, state, method, batch, trained, self._steps.stop.ask, self._steps.stop.check)
 
-    def _call(self, event: str, callback: Callback, pause: Pause) -> dict[str, Any]:
+    def _call(self, event: str, callback: Callback, pause: StepContext) -> dict[str, Any]:
         with self._observers.spent.on(callback.seconds):
             return own_metrics(callback, event, pause) if callback in self._own else getattr(callback, event)(pause)
 

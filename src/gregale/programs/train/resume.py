@@ -21,8 +21,7 @@ from gregale.programs.runtime.expert_parallelism import set_up
 from gregale.programs.runtime.memory import check_fits
 from gregale.programs.runtime.setup import Setup
 from gregale.programs.runtime.trained_model import (
-    Base,
-    as_here,
+    FrozenSource,
     checkpoint_template,
     continued,
     find_origin,
@@ -30,6 +29,7 @@ from gregale.programs.runtime.trained_model import (
     holds_more,
     mixtures_of,
     newer_masks,
+    on_this_mesh,
     recorded,
     restored_model,
     saved_by,
@@ -52,7 +52,7 @@ class Start(NamedTuple):
     replica_bytes: int  # bytes that a device has sent over `replica` in those steps
     examples: int  # examples of those steps
     mixtures: Mixtures = ()  # of the sources, so far and from this point on
-    base: Base | None = None  # the origin of frozen weights, for the checkpoints
+    base: FrozenSource | None = None  # the origin of frozen weights, for the checkpoints
     unfinished: bool = False  # a stop has left out callbacks of the last step, see `Steps.unfinished`
 
 
@@ -77,7 +77,7 @@ def starting_point(
         if setup.config.start_from is None:
             return Start(setup.initial_state(), 0, 0, 0, mixtures)
         if setup.frozen is not None:
-            base = Base.of(setup.config)
+            base = FrozenSource.of(setup.config)
         return Start(started_state(setup, corpus.tokenizer, base), 0, 0, 0, mixtures, base)
     saved = setup
     if before is not None and (before.sync, before.reduce) != (setup.config.sync, setup.config.reduce):
@@ -92,7 +92,7 @@ def starting_point(
     check_text(restored, mixtures, corpus)
     state, base = restored.tree, None
     if setup.frozen is not None:
-        base = Base.recorded(setup, restored.metadata)
+        base = FrozenSource.recorded(setup, restored.metadata)
         state = state._replace(frozen=weights_of(base, setup, setup.frozen))
     state = converted(setup, state, step, saved_by(saved, restored.metadata))
     if state.spikes is None and setup.config.skip_spikes is not None:
@@ -174,7 +174,7 @@ def origin_of(config: TrainConfig) -> RunDirectory:
     return origin
 
 
-def started_state(setup: Setup, tokenizer: Tokenizer, base: Base | None = None) -> TrainState:
+def started_state(setup: Setup, tokenizer: Tokenizer, base: FrozenSource | None = None) -> TrainState:
     """Return the state before the first step, with the parameters of the newest checkpoint of `start_from`.
 
     Adapters that it has are merged into its weights.
@@ -194,8 +194,8 @@ def started_state(setup: Setup, tokenizer: Tokenizer, base: Base | None = None) 
     if base is not None:
         return setup.state_from(weights_of(base, setup, setup.stored_base), continued(setup, base))
     if theirs.adapter is not None:
-        return setup.state_from(weights_of(Base.of(config), setup, setup.stored_base))
-    here = as_here(theirs, config)
+        return setup.state_from(weights_of(FrozenSource.of(config), setup, setup.stored_base))
+    here = on_this_mesh(theirs, config)
     model, _, _ = restored_model(origin, set_up(here, tokenizer.vocabulary_size, setup.layout.mesh), None)
     return setup.state_from(model)
 

@@ -23,20 +23,20 @@ import numpy as np
 from haliax import NamedArray
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gregale.audit.chips import of_device
-from gregale.audit.roofline import model_flops_per_token
 from gregale.axes.parameters import layers_axis, names_of_arrays
+from gregale.cost.chips import of_device
+from gregale.cost.roofline import model_flops_per_token
 from gregale.data.examples import MORE_BYTES, Examples
 from gregale.data.mixtures import Mixtures, tokens_of
 from gregale.distributed.liveness import Phase, Progress
 from gregale.errors import UserError
-from gregale.methods.method import Inspected, Method, Probe, PseudoGradient, cosine
+from gregale.methods.method import Inspected, Method, Probe, PseudoGradientStats, cosine
 from gregale.model.config import ModelMethods
 from gregale.programs.plan.estimates import has_closed_forms, step_shape
 from gregale.programs.runtime.batches import GlobalBatches
 from gregale.programs.runtime.setup import Setup, rules_of
 from gregale.runs.config import BatchConfig
-from gregale.tracking.callback import Callback, Callbacks, Metrics, Pause
+from gregale.tracking.callback import Callback, Callbacks, Metrics, StepContext
 from gregale.training.state import StepReport, TrainState
 
 # Steps in the device's queue before the host reads the oldest loss. With one, a step is always queued. With more,
@@ -176,7 +176,7 @@ class StepLog:
         self._peak = peak_tokens_per_second(setup)
         self.done = traffic.first_step
         self.skipped = 0
-        self._outer: PseudoGradient | None = None  # the newest one since the last logged step
+        self._outer: PseudoGradientStats | None = None  # the newest one since the last logged step
         everywhere = NamedSharding(setup.layout.mesh, PartitionSpec())
         # A process sees only its own replicas' metrics; with several processes, every process gets all metrics.
         self._shared = jax.jit(lambda report: report, out_shardings=everywhere) if jax.process_count() > 1 else None
@@ -186,13 +186,13 @@ class StepLog:
         """Restart the measurement of the step rate, which excludes time outside steps."""
         self._rate = Rate(time.monotonic())
 
-    def took(self, step: int, report: StepReport, inspected: Mapping[str, float]) -> None:
+    def enqueue(self, step: int, report: StepReport, inspected: Mapping[str, float]) -> None:
         """Queue the report of a started step; log inspected steps always."""
         self._pending.append((step, self._shared(report) if self._shared else report, inspected))
         while len(self._pending) > STEPS_AHEAD:
             self._log(*self._pending.popleft())
 
-    def catch_up(self) -> None:
+    def flush(self) -> None:
         """Read and log the reports of all started steps."""
         while self._pending:
             self._log(*self._pending.popleft())
@@ -246,7 +246,7 @@ def measured(report: StepReport) -> dict[str, float]:
     return values | {name: float(np.mean(value)) for name, value in metrics.callbacks.items()}
 
 
-def measured_between(outer: PseudoGradient) -> dict[str, float]:
+def measured_between(outer: PseudoGradientStats) -> dict[str, float]:
     """Return the norm of a pseudo-gradient, and the replicas' cosine similarity if at least two contributed."""
     values = {"outer_grad_norm": float(outer.norm)}
     similarity = cosine(outer)
@@ -306,7 +306,7 @@ class Inspection(Callback):
     def waits_before(self, step: int) -> bool:
         return is_due(step, self._setup.config.inspect.every)
 
-    def before_step(self, pause: Pause) -> Metrics:
+    def before_step(self, pause: StepContext) -> Metrics:
         inspector = self._inspectors.get(pause.method.name)
         if inspector is None:
             self._progress.at(pause.step, Phase.COMPILING)

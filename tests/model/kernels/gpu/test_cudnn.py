@@ -13,7 +13,7 @@ from gregale.model import execution
 from gregale.model.kernels import gpu as cudnn
 from gregale.model.kernels.dispatch import kernels_for
 from gregale.model.kernels.operations import PLAIN
-from tests.audit.steps import lowered_for, small_setup
+from tests.cost.steps import lowered_for, small_setup
 from tests.mesh.support import Device
 from tests.model.kernels.forms import assert_equal
 from tests.model.kernels.gpu.cudnn_oracle import stand_in

@@ -13,8 +13,17 @@ from gregale.axes.layout import BATCH, POSITION
 from gregale.axes.parameters import position_order
 from gregale.model.kernels.operations import PLAIN
 from gregale.model.kernels.tpu import blocks as sizes
+from gregale.model.kernels.tpu.attention_block_grid import (
+    DIAGONAL,
+    EDGE,
+    NOTHING,
+    WHOLE,
+    Pairs,
+    Step,
+    _by_keys,
+    _by_rows,
+)
 from gregale.model.kernels.tpu.blocks import Limits, blocks_for, shared_blocks
-from gregale.model.kernels.tpu.pairs import DIAGONAL, EDGE, NOTHING, WHOLE, Pairs, Step, _by_keys, _by_rows
 from gregale.model.kernels.tpu.splash import Splash
 from tests.mesh.support import layout_of
 from tests.model.kernels.forms import assert_equal

@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from gregale.model.kernels.tpu.attention_block_grid import EDGE, WHOLE, Pairs, Step, Table
 from gregale.model.kernels.tpu.blocks import LANES, Block
-from gregale.model.kernels.tpu.pairs import EDGE, WHOLE, Pairs, Step, Table
 
 LOG_2 = log(2)
 HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)  # a score; finite, because a row may see no key of a block
@@ -89,7 +89,7 @@ class Kernel:
         """Run a kernel over batch, the heads of its last output, and the pairs of a table.
 
         `inputs` are (array, block, index), `outputs` (shape, dtype, block, index). The counts of the table become
-        metadata, for `gregale.audit.pallas_cost`.
+        metadata, for `gregale.cost.pallas_cost`.
         """
         arrays, *parts = zip(*inputs, strict=True)
         specs = [None if x is None else pl.BlockSpec(*each) for x, *each in zip(arrays, *parts, strict=True)]

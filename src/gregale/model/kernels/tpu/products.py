@@ -5,8 +5,8 @@ most / 127. XLA reads the values twice, for the largest ones and for the integer
 
     s = sigmoid(gate)    p = gate s up    by_gate = g up s (1 + gate (1 - s))    by_up = g gate s
 
-for the gradient g by p. Integers and scales are those of `eight_bits`; values before them are float32. XLA would write
-p, by_gate and by_up in the compute dtype, and read them again for each kind of scale.
+for the gradient g by p. Integers and scales are those of `int8_quantise`; values before them are float32. XLA would
+write p, by_gate and by_up in the compute dtype, and read them again for each kind of scale.
 """
 
 from collections.abc import Callable, Sequence

@@ -13,8 +13,8 @@ from jax.ad_checkpoint import checkpoint_name
 from gregale.axes.parameters import chunks_reached
 from gregale.model.kernels.blocked import ROWS, Gathered
 from gregale.model.kernels.operations import ATTENTION_NAME, halo, halo_of, sink_gradients, whole, with_sinks
+from gregale.model.kernels.tpu.attention_block_grid import Pairs
 from gregale.model.kernels.tpu.blocks import LANES, Blocks, blocks_for, shared_blocks
-from gregale.model.kernels.tpu.pairs import Pairs
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gregale.audit import audit
+from gregale.cost import audit
 
 AXES = ("replica", "data", "model")
 SUBSETS = [axes for count in (1, 2, 3) for axes in itertools.combinations(AXES, count)]

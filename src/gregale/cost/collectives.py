@@ -2,7 +2,7 @@
 
     Grid(chip.ici, sizes, coordinates, devices_a_chip).seconds(collective)
 
-A slice is a grid of chips with links between neighbours. An axis is a ring or a line (`gregale.audit.chips.Ici`). All
+A slice is a grid of chips with links between neighbours. An axis is a ring or a line (`gregale.cost.chips.Ici`). All
 times are lower bounds: the busiest link at the compiler's best use of all axes, without latency.
 """
 
@@ -16,8 +16,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from gregale.audit.chips import Chip, Ici
-from gregale.audit.hlo import (
+from gregale.cost.chips import Chip, Ici
+from gregale.cost.hlo import (
     Groups,
     Loop,
     Module,
@@ -54,7 +54,7 @@ class Crossing:
 
 
 @dataclass(frozen=True)
-class Placement:
+class DeviceCoordinates:
     """The devices of a program in a mesh: device i of a jitted program is number i of `mesh.devices`.
 
     With several TPU slices one program runs in each slice, and its device i is number i of that slice.
@@ -243,8 +243,10 @@ class Collective:
         }
 
 
-def find_collectives(module: Module, placement: Placement, given_times: Mapping[str, int]) -> tuple[Collective, ...]:
-    """Return all collectives that the program runs, in schedule order; see `gregale.audit.audit`."""
+def find_collectives(
+    module: Module, placement: DeviceCoordinates, given_times: Mapping[str, int]
+) -> tuple[Collective, ...]:
+    """Return all collectives that the program runs, in schedule order; see `gregale.cost.audit`."""
     found: list[Collective] = []
     for site in walk(module, given_times):
         kind = _kind(site)
@@ -310,7 +312,7 @@ def _is_async(site: Site) -> bool:
     return started or site.context.is_async or _OVERLAPPED in instruction.attributes
 
 
-def _crossing(site: Site, kind: str, module: Module, placement: Placement) -> Crossing:
+def _crossing(site: Site, kind: str, module: Module, placement: DeviceCoordinates) -> Crossing:
     instruction = site.instruction
     if (target := instruction.attribute(_SLICE_TARGET)) is not None:
         return placement.crossing(placement.by_id(parse_slice_target(target)), pairs="->" in target)
@@ -342,7 +344,7 @@ def _payloads(site: Site, kind: str) -> dict[str, list[Shape]]:
     return payloads
 
 
-def _records(site: Site, kind: str, module: Module, placement: Placement) -> Iterator[Collective]:
+def _records(site: Site, kind: str, module: Module, placement: DeviceCoordinates) -> Iterator[Collective]:
     instruction = site.instruction
     crossing = _crossing(site, kind, module, placement)
     devices = crossing.group_size
@@ -456,7 +458,7 @@ def audit(
             "the audit reads the text of a compiled program (compiled.as_text()); "
             f"found {(text or '')[:60]!r}, which has no ENTRY computation"
         )
-    placement = Placement(mesh, module.devices)
+    placement = DeviceCoordinates(mesh, module.devices)
     found = find_collectives(module, placement, loop_trips or {})
     if found and not placement.fits:
         raise UserError(

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gregale.audit.collectives import BETWEEN, INSIDE, UNKNOWN, Placement
-from tests.audit.test_groups import counted_groups
+from gregale.cost.collectives import BETWEEN, INSIDE, UNKNOWN, DeviceCoordinates
+from tests.cost.test_groups import counted_groups
 
 meshes_and_axes = st.lists(st.integers(2, 4), min_size=1, max_size=4).flatmap(
     lambda sizes: st.tuples(st.just(tuple(sizes)), st.sets(st.integers(0, len(sizes) - 1), min_size=1))
@@ -20,7 +20,7 @@ def test_whole_axes_are_recognized_whatever_the_order_of_members(case, seed, pod
     names = tuple("abcd"[: len(sizes)])
     random = np.random.default_rng(seed)
     groups = [tuple(random.permutation(group).tolist()) for group in counted_groups(sizes, axes)]
-    placement = Placement(pod(sizes, names=names), int(np.prod(sizes)))
+    placement = DeviceCoordinates(pod(sizes, names=names), int(np.prod(sizes)))
     crossing = placement.crossing(placement.by_number(tuple(groups)))
     assert crossing.axes == crossing.touched == tuple(names[axis] for axis in sorted(axes))
     assert crossing.group_size == np.prod([sizes[axis] for axis in axes])
@@ -37,26 +37,26 @@ def test_whole_axes_are_recognized_whatever_the_order_of_members(case, seed, pod
     ],
 )
 def test_groups_that_are_no_grid_are_unknown_but_touch_what_they_touch(groups, touched, pod):
-    crossing = Placement(pod((2, 2, 2)), 8).crossing(groups)
+    crossing = DeviceCoordinates(pod((2, 2, 2)), 8).crossing(groups)
     assert crossing.axes == (UNKNOWN if touched else ())
     assert crossing.touched == touched
 
 
 def test_a_slice_of_gpus_is_a_process(boxes):
-    placement = Placement(boxes((2, 4), ("replica", "data")), 8)
+    placement = DeviceCoordinates(boxes((2, 4), ("replica", "data")), 8)
     assert placement.crossing(((0, 4), (1, 5), (2, 6), (3, 7))).link == BETWEEN
     assert placement.crossing(((0, 1, 2, 3), (4, 5, 6, 7))).link == INSIDE
 
 
 def test_axes_of_size_one_are_never_crossed_and_parts_of_an_axis_are(pod):
-    assert Placement(pod((1, 4, 2)), 8).crossing(((0, 1, 2, 3, 4, 5, 6, 7),)).axes == ("data", "model")
-    assert Placement(pod((1, 4, 2)), 8).crossing(tuple((place,) for place in range(8))).axes == ()
-    crossing = Placement(pod((2, 4), names=("a", "b")), 8).crossing(((0, 1), (2, 3), (4, 5), (6, 7)))
+    assert DeviceCoordinates(pod((1, 4, 2)), 8).crossing(((0, 1, 2, 3, 4, 5, 6, 7),)).axes == ("data", "model")
+    assert DeviceCoordinates(pod((1, 4, 2)), 8).crossing(tuple((place,) for place in range(8))).axes == ()
+    crossing = DeviceCoordinates(pod((2, 4), names=("a", "b")), 8).crossing(((0, 1), (2, 3), (4, 5), (6, 7)))
     assert (crossing.axes, crossing.group_size) == (("b",), 2)
 
 
 def test_groups_of_devices_outside_the_mesh_may_cross_anything(pod):
-    placement = Placement(pod((2, 2, 1)), 4)
+    placement = DeviceCoordinates(pod((2, 2, 1)), 4)
     assert placement.by_number(((0, 9),)) is None
     assert placement.by_id(((0, 9),)) is None
     crossing = placement.crossing(None)
@@ -64,7 +64,7 @@ def test_groups_of_devices_outside_the_mesh_may_cross_anything(pod):
 
 
 def test_the_moves_of_a_permutation_cross_where_they_move(pod):
-    placement = Placement(pod((2, 2, 2)), 8)
+    placement = DeviceCoordinates(pod((2, 2, 2)), 8)
     assert placement.crossing(((0, 4), (1, 5)), pairs=True).axes == ("replica",)
     assert placement.crossing(((0, 6),), pairs=True).axes == ("replica", "data")
     assert placement.crossing((), pairs=True).axes == ()
@@ -72,7 +72,7 @@ def test_the_moves_of_a_permutation_cross_where_they_move(pod):
 
 def test_one_program_for_each_slice_is_numbered_within_its_slice(pod):
     mesh = pod((2, 2, 2), slices=2)
-    placement = Placement(mesh, 4)
+    placement = DeviceCoordinates(mesh, 4)
     groups = placement.by_number(((0, 1), (2, 3)))
     assert groups == ((0, 1), (2, 3), (4, 5), (6, 7))
     assert placement.crossing(groups).axes == ("model",)

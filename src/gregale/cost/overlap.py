@@ -2,7 +2,7 @@
 
 `schedule_of(text, collectives, rates, {})` simulates the program's schedule with a clock. An instruction takes the
 cycles that the compiler estimates; a Pallas kernel, which has no such estimate, takes the time of
-`gregale.audit.pallas_cost`. A collective takes the time of `gregale.audit.collectives`, or its bytes sent over the
+`gregale.cost.pallas_cost`. A collective takes the time of `gregale.cost.collectives`, or its bytes sent over the
 link's rate, one after another on each link, from its start. At the instruction that waits for its result, the remaining
 time is exposed and advances the clock. A synchronous collective is fully exposed. A transfer to the host's memory, or
 from it, is timed likewise; each direction has its own link.
@@ -12,9 +12,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from gregale.audit.collectives import INSIDE, Collective, Grid
-from gregale.audit.hlo import Computation, Frame, Instruction, Module, parse, read_loop, walk
-from gregale.audit.pallas_cost import Kernels, grouped_of, kernel_of, quantising_of
+from gregale.cost.collectives import INSIDE, Collective, Grid
+from gregale.cost.hlo import Computation, Frame, Instruction, Module, parse, read_loop, walk
+from gregale.cost.pallas_cost import Kernels, grouped_of, kernel_of, quantising_of
 
 # Seconds of published measurements over this clock's, their geometric mean: docs/tpu.md has the table, which
 # `benchmarks/calibration.py` makes. The clock has no latencies, no stalls of memory, no input and no jitter.
@@ -95,7 +95,7 @@ def schedule_of(
     - `text`: `compiled.as_text()`.
     - `collectives`: the collectives of its audit; the run omits links without a rate.
     - `rates`: rates of the devices.
-    - `given_times`: as for `gregale.audit.audit`.
+    - `given_times`: as for `gregale.cost.audit`.
     """
     if _CYCLES.search(text) is None:
         return None

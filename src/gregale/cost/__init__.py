@@ -7,5 +7,5 @@ inside a slice, a sum between slices and an all-gather inside a slice. A loop wi
 loop and, outside of it, that iteration; the totals over `times` are exact.
 """
 
-from gregale.audit.collectives import Audit, Collective, audit
-from gregale.audit.hlo import Loop
+from gregale.cost.collectives import Audit, Collective, audit
+from gregale.cost.hlo import Loop

@@ -6,7 +6,7 @@ begin with `}`. The parser splits only the parts that the audit needs; the rest 
 
 Groups have three forms: explicit `{{0,1},{2,3}}`, iota `[4,2]<=[2,2,2]T(1,0,2)`, and by the compiler's mesh
 `mesh['a'=2,'b'=4] {'a'}`. The numbers are the program's device
-numbers; `gregale.audit.collectives` maps them to a mesh.
+numbers; `gregale.cost.collectives` maps them to a mesh.
 
 XLA:CPU and XLA:GPU print `known_trip_count`. XLA:TPU does not, so this module derives the count from the loop: a
 counter in the loop's tuple that starts at a constant, grows by a constant and is compared with a constant.

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from gregale.audit import audit
+from gregale.cost import audit
 from gregale.errors import UserError
 
 

@@ -1,6 +1,6 @@
 """The parser, on lines as XLA prints them."""
 
-from gregale.audit.hlo import Shape, bits, parse, shapes_in
+from gregale.cost.hlo import Shape, bits, parse, shapes_in
 
 
 def test_a_module_is_taken_apart(stored):

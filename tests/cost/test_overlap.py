@@ -4,13 +4,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from gregale.audit import audit
-from gregale.audit.chips import Ici, chip
-from gregale.audit.collectives import BETWEEN, INSIDE, Grid
-from gregale.audit.hlo import parse
-from gregale.audit.overlap import HOST, Rates, ends, schedule_of
-from gregale.audit.pallas_cost import Kernels
-from tests.audit.conftest import stored_program
+from gregale.cost import audit
+from gregale.cost.chips import Ici, chip
+from gregale.cost.collectives import BETWEEN, INSIDE, Grid
+from gregale.cost.hlo import parse
+from gregale.cost.overlap import HOST, Rates, ends, schedule_of
+from gregale.cost.pallas_cost import Kernels
+from tests.cost.conftest import stored_program
 
 RATES = Rates(cycles_per_second=1000, bytes_per_second={INSIDE: 1000}, kernels=Kernels(chip("v5e")))
 # What one device of four sends of 256 bytes in an all-reduce: 384 bytes, so 0.384 s. A product takes 0.1 s.

@@ -4,9 +4,9 @@ from importlib.resources import files
 
 import pytest
 
-from gregale.audit.chips import chip
-from gregale.audit.hlo import parse, walk
-from gregale.audit.pallas_cost import (
+from gregale.cost.chips import chip
+from gregale.cost.hlo import parse, walk
+from gregale.cost.pallas_cost import (
     PRODUCTS,
     TABLE,
     Kernel,
@@ -60,7 +60,7 @@ def test_a_block_near_to_one_of_the_table_is_scaled():
 
 def test_no_kernel_is_faster_than_its_products():
     """Of all chips in the table, with whole blocks and head sizes filled up."""
-    for name, rows in json.loads(files("gregale.audit").joinpath(TABLE).read_text()).items():
+    for name, rows in json.loads(files("gregale.cost").joinpath(TABLE).read_text()).items():
         for key in rows:
             kind, block, head_size = key.split()
             pairs = Pairs(steps=1, outer=0, whole=1, diagonal=0, edge=0)

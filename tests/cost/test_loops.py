@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from gregale.audit import audit
-from gregale.audit.hlo import _iterations, parse, walk
+from gregale.cost import audit
+from gregale.cost.hlo import _iterations, parse, walk
 
 
 @pytest.fixture(scope="module")

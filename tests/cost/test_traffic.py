@@ -10,10 +10,10 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gregale.audit.estimate import ACCELERATOR, CPU
-from gregale.audit.traffic import Transfer, bytes_by_axes, expected_transfers, sent_bytes
 from gregale.axes.layout import MeshConfig
 from gregale.axes.mapping import MappingConfig
+from gregale.cost.estimate import ACCELERATOR, CPU
+from gregale.cost.traffic import Transfer, bytes_by_axes, expected_transfers, sent_bytes
 from gregale.methods.config import DilocoConfig
 from gregale.model.config import BalanceConfig, ExpertsConfig, LoraConfig
 from gregale.model.llama import GptOssConfig
@@ -23,8 +23,8 @@ from gregale.programs.plan.estimates import step_transfers
 from gregale.programs.runtime.expert_parallelism import set_up
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
-from tests.audit.steps import audited, small_setup, small_step
-from tests.audit.warnings import captured_compiler_warnings
+from tests.cost.steps import audited, small_setup, small_step
+from tests.cost.warnings import captured_compiler_warnings
 
 pytestmark = pytest.mark.usefixtures("compiled_anew")  # for what the compiler warns of
 

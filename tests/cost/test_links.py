@@ -6,8 +6,8 @@ from itertools import product
 import numpy as np
 import pytest
 
-from gregale.audit.chips import chip
-from gregale.audit.collectives import Collective, Grid
+from gregale.cost.chips import chip
+from gregale.cost.collectives import Collective, Grid
 
 BYTES = 1 << 20
 V5E = 45e9  # bytes a second of a link

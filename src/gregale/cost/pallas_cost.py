@@ -17,8 +17,8 @@ from functools import cache
 from importlib.resources import files
 from math import inf, log2, prod
 
-from gregale.audit.chips import Chip
-from gregale.audit.hlo import Computation, Instruction, Shape
+from gregale.cost.chips import Chip
+from gregale.cost.hlo import Computation, Instruction, Shape
 
 # Products of [position, position, head_size] in a kernel: scores and outputs; in the backward pass scores, the weights'
 # gradients, and the gradients by values and keys, or by queries. A fused kernel computes both, the first two once.
@@ -26,7 +26,7 @@ PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3, "splas
 _KERNEL = re.compile("splash_mha_(?:fwd|dkv|dq|fused)")
 TABLE = "kernel_cycles.json"
 
-# Bundles for 1,024 values in the loops of `eight_bits` and `gated_bits` in `gregale.model.kernels.tpu`, on a v5e.
+# Bundles for 1,024 values in the loops of `int8_quantise` and `gated_bits` in `gregale.model.kernels.tpu`, on a v5e.
 BUNDLES = {
     "quantise_rows": 4.5,
     "quantise_columns": 3.2,
@@ -184,7 +184,7 @@ def grouped_of(computation: Computation, instruction: Instruction) -> Grouped | 
 
 @cache
 def _table() -> dict[str, dict[str, list[int]]]:
-    return json.loads(files("gregale.audit").joinpath(TABLE).read_text(encoding="utf-8"))
+    return json.loads(files("gregale.cost").joinpath(TABLE).read_text(encoding="utf-8"))
 
 
 def wide(shape: Shape) -> bool:

@@ -141,7 +141,7 @@ class StepShape(ParameterShape):
     - `norms_after`: the outputs of both halves of a layer are normalised, so that the backward pass needs them
     - `norms_over_heads`: queries are normalised over all heads, and keys, so that `model` shares their mean squares
     - `sums_behind`: sums of gradients over devices overlap the backward pass of the layers below
-    - `splits_stream`: `model` splits the stream between the halves of layers too, see `Execution.stream`
+    - `splits_stream`: `model` splits the stream between the halves of layers too, see `Execution.sequence_sharded`
     - `pipeline`: pipeline of the layers; None: they are scanned
     - `matmul`: numbers of the layers' products (`compute.matmul`)
     - `fuses_logits`: logits are in memory only as a group's exponentials (`Execution.fused_logits`, a whole vocabulary)
@@ -797,7 +797,7 @@ def _loss(step: StepShape, pipeline: PipelineShape, backend: Backend) -> int:
 @cache
 def compared_steps() -> dict[str, dict[str, Any]]:
     """Return the steps by name."""
-    return json.loads(files("gregale.audit").joinpath("compared.json").read_text(encoding="utf-8"))
+    return json.loads(files("gregale.cost").joinpath("compared.json").read_text(encoding="utf-8"))
 
 
 def kind_of(step: StepShape) -> str:

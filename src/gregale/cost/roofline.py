@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gregale.audit.chips import EIGHT_BIT, Chip
-from gregale.audit.collectives import BETWEEN, INSIDE
-from gregale.audit.estimate import StepShape, has_vocabulary, is_of_experts, is_stacked, offloaded_bytes, values
-from gregale.audit.pallas_cost import visible
+from gregale.cost.chips import EIGHT_BIT, Chip
+from gregale.cost.collectives import BETWEEN, INSIDE
+from gregale.cost.estimate import StepShape, has_vocabulary, is_of_experts, is_stacked, offloaded_bytes, values
+from gregale.cost.pallas_cost import visible
 
 FLOAT32 = 4
 FORWARD, BACKWARD = 2, 4  # FLOPs for a weight and a token: a multiply-add, and two of them for both gradients

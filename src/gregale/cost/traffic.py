@@ -12,7 +12,9 @@ from math import prod
 
 from haliax import NamedArray
 
-from gregale.audit.estimate import (
+from gregale.axes.layout import CONTEXT, EMBED, LORA_RANK, MODEL, REPLICA, ROUTER, SHARED_GATE, Layout, is_layers
+from gregale.codecs.codec import WireFormat
+from gregale.cost.estimate import (
     Backend,
     ParameterShape,
     PipelineShape,
@@ -27,8 +29,6 @@ from gregale.audit.estimate import (
     of_an_iteration,
     values,
 )
-from gregale.axes.layout import CONTEXT, EMBED, LORA_RANK, MODEL, REPLICA, ROUTER, SHARED_GATE, Layout, is_layers
-from gregale.codecs.codec import WireFormat
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from jax._src.ad_checkpoint import saved_residuals
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gregale.audit.estimate import (
+from gregale.axes.mapping import MappingConfig
+from gregale.cost.estimate import (
     ACCELERATOR,
     CPU,
     TPU,
@@ -19,7 +20,6 @@ from gregale.audit.estimate import (
     layer_activations,
     values_of_a_layer,
 )
-from gregale.axes.mapping import MappingConfig
 from gregale.model.config import TARGETS, ExpertsConfig, LoraConfig
 from gregale.model.execution import execution
 from gregale.model.kernels.cpu import cpu_kernels
@@ -31,7 +31,7 @@ from gregale.optim import MuonConfig
 from gregale.programs.plan.estimates import abstract_batch, estimate, step_shape, tree_bytes
 from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import BatchConfig
-from tests.audit.steps import FAST, lowered_step, small_setup, small_step
+from tests.cost.steps import FAST, lowered_step, small_setup, small_step
 
 WEIGHTS = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32  # of a layer of the small model
 TABLE = 320 * 32

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gregale.audit.hlo import parse_groups, parse_pairs, parse_slice_target
+from gregale.cost.hlo import parse_groups, parse_pairs, parse_slice_target
 
 sizes_and_axes = st.lists(st.integers(1, 4), min_size=1, max_size=4).flatmap(
     lambda sizes: st.tuples(st.just(tuple(sizes)), st.sets(st.integers(0, len(sizes) - 1), min_size=1))

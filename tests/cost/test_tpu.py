@@ -1,6 +1,6 @@
 """Programs of the real TPU compiler, for two slices, on a machine without a TPU.
 
-`python tests/audit/test_tpu.py` writes the stored texts again, which the tests also read.
+`python tests/cost/test_tpu.py` writes the stored texts again, which the tests also read.
 """
 
 import os
@@ -21,7 +21,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gregale.audit import audit
+from gregale.cost import audit
 
 pytestmark = pytest.mark.usefixtures("compiled_anew")  # JAX cannot read what it kept of a program for a topology
 

@@ -4,15 +4,15 @@ import haliax as hax
 import jax
 import pytest
 
-from gregale.audit.chips import chip
-from gregale.audit.roofline import Work, model_flops_per_token, roofline, work_of
 from gregale.axes.parameters import trainable
+from gregale.cost.chips import chip
+from gregale.cost.roofline import Work, model_flops_per_token, roofline, work_of
 from gregale.model.config import ExpertsConfig, LoraConfig
 from gregale.model.execution import execution
 from gregale.objectives import DpoConfig
 from gregale.programs.plan.estimates import abstract_batch, step_shape
 from gregale.runs.config import BatchConfig
-from tests.audit.steps import flops_of, small_setup, small_step
+from tests.cost.steps import flops_of, small_setup, small_step
 
 WORK = Work(model_flops=3e12, flops=4e12, memory_bytes=1e9, link_bytes={"inside slice": 2e9, "between slices": 1e8})
 

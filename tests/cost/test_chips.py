@@ -2,7 +2,7 @@
 
 import pytest
 
-from gregale.audit.chips import CHIPS, GBIT, GIB, chip
+from gregale.cost.chips import CHIPS, GBIT, GIB, chip
 from gregale.errors import UserError
 
 

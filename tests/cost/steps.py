@@ -5,9 +5,9 @@ from math import prod
 
 import jax
 
-from gregale.audit import Audit, audit
-from gregale.audit.estimate import StepShape
 from gregale.axes.layout import MeshConfig, make_mesh
+from gregale.cost import Audit, audit
+from gregale.cost.estimate import StepShape
 from gregale.model.config import ComputeConfig
 from gregale.model.llama import LlamaConfig
 from gregale.programs.plan.estimates import abstract_batch, step_shape
@@ -47,13 +47,13 @@ def small_step(*arguments, **changes) -> StepShape:
 
 def lowered_step(setup: Setup) -> jax.stages.Lowered:
     """The step that `train` runs; of DiLoCo, one in which nothing is sent or applied."""
-    during = setup.method.actions(1).during
+    during = setup.method.actions(1).step_args
     return setup.stepper().program.lower(setup.abstract_state(), abstract_batch(setup), *during)
 
 
 def lowered_for(setup: Setup, platform: str) -> str:
     """That step as it is given to the compiler of another platform, which need not be there."""
-    during = setup.method.actions(1).during
+    during = setup.method.actions(1).step_args
     traced = setup.stepper().program.trace(setup.abstract_state(), abstract_batch(setup), *during)
     return traced.lower(lowering_platforms=(platform,)).as_text()
 
