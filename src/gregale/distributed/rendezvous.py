@@ -25,7 +25,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any, NamedTuple
@@ -165,14 +164,6 @@ def is_signed(token: bytes, signature: str, *parts: bytes) -> bool:
 def canonical(content: object) -> bytes:
     """Return JSON bytes that are the same for equal content."""
     return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
-
-
-def digest(*parts: bytes | memoryview) -> str:
-    """Return the hash of the concatenated parts: 16 bytes of BLAKE2b, as hexadecimal digits."""
-    state = blake2b(digest_size=16)
-    for part in parts:
-        state.update(part)
-    return state.hexdigest()
 
 
 MAX_DIGITS = 10  # of a number of processes, or a pid

@@ -19,12 +19,12 @@ import numpy as np
 
 from gregale.atomic_files import os_error_text
 from gregale.checkpoint import files
-from gregale.checkpoint.manifest import MANIFEST, digest_of
+from gregale.checkpoint.manifest import MANIFEST
 from gregale.checkpoint.store import delete
 from gregale.errors import UserError
 from gregale.islands.protocol.headers import OuterRecord
 from gregale.methods.island_outer import NO_OWN_LEAVES, OwnLeaves, VersionedArray
-from gregale.storage import StoragePath, StoreError, names, parallel_map, write_bytes
+from gregale.storage import StoragePath, StoreError, digest, names, parallel_map, write_bytes
 
 _THREADS = 4  # arrays read in parallel
 _FORMAT = 1  # of a manifest, with an `OuterRecord`; 0 is the same without a number
@@ -61,7 +61,7 @@ def write(
         for name, held in whole.items():
             array = np.asarray(held.array)
             content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-            entries.append([name, array.dtype.name, list(array.shape), held.version, digest_of(content.data)])
+            entries.append([name, array.dtype.name, list(array.shape), held.version, digest(content.data)])
             yield content
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -123,7 +123,7 @@ def _array(folder: StoragePath, own: str, part_bytes: int, entry: list[Any], kin
     dtype, shape = kind
     content = np.empty(dtype.itemsize * prod(shape), np.uint8)
     files.read_parts(content, folder, own, part_bytes, start)
-    if digest_of(content.data) != entry[4]:
+    if digest(content.data) != entry[4]:
         raise ValueError(f"{entry[0]} is not what was written")
     return content.view(dtype).reshape(shape)
 

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 
-from gregale.distributed.rendezvous import canonical, digest
+from gregale.distributed.rendezvous import canonical
 from gregale.errors import UserError
 from gregale.islands.protocol.choice import Choice
 from gregale.islands.protocol.headers import FORMAT
@@ -20,6 +20,7 @@ from gregale.islands.protocol.wire import NO_ROUND, Columns, read_texts, to_text
 from gregale.islands.transport.client import KeyRevoked, PeerClient, PeerUnreachable, RequestRejected, WrongServer
 from gregale.islands.transport.lighthouse import LONGEST_REASON, NAME
 from gregale.islands.transport.tls import tls_contexts
+from gregale.storage import digest
 
 CONNECT_SECONDS = 2.0
 LAST_REQUEST_SECONDS = 5.0  # limit for a request in progress at the end

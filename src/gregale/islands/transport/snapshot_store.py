@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from gregale.distributed.rendezvous import digest
 from gregale.islands.transport.client import RequestRejected
+from gregale.storage import digest
 
 Expected = Mapping[str, tuple[tuple[int, ...], np.dtype]]
 CHUNK_BYTES = 4 << 20

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gregale.distributed.rendezvous import digest
 from gregale.islands.transport.client import Dial, PeerClient, PeerUnreachable, RequestRejected
 from gregale.islands.transport.snapshot_store import (
     CHUNK_BYTES,
@@ -29,6 +28,7 @@ from gregale.islands.transport.snapshot_store import (
     leaf_hash,
     read_manifest,
 )
+from gregale.storage import digest
 
 STREAMS = 2
 STALL_SECONDS = 5.0
