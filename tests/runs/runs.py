@@ -7,8 +7,8 @@ from typing import Any
 
 import yaml
 
-from gregale.checkpoint.manifest import MANIFEST, METADATA, digest_of, folder_name, write_manifest
-from gregale.storage import files_below
+from gregale.checkpoint.manifest import MANIFEST, METADATA, folder_name, write_manifest
+from gregale.storage import digest, files_below
 
 CONFIG = {
     "steps": 10,
@@ -66,4 +66,4 @@ def write_run(
 def seal(folder: Path) -> None:
     """Writes the manifest of a checkpoint for its files as they are."""
     contents = {name: (folder / name).read_bytes() for name in files_below(folder) if name != MANIFEST}
-    write_manifest(folder, {name: {"bytes": len(each), "blake2b": digest_of(each)} for name, each in contents.items()})
+    write_manifest(folder, {name: {"bytes": len(each), "blake2b": digest(each)} for name, each in contents.items()})

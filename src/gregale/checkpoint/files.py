@@ -5,7 +5,6 @@ Each process writes one stream of shards, in row-major order and the processor's
 compute the same plan from the shardings alone.
 """
 
-import hashlib
 import json
 import os
 from collections import Counter, deque
@@ -24,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 from gregale.checkpoint.manifest import FileRecords
 from gregale.errors import UserError
 from gregale.formatting import listed
-from gregale.storage import ObjectPath, StoragePath, read_range
+from gregale.storage import ObjectPath, StoragePath, digest, read_range
 
 PART_BYTES = 48 << 20  # a part is one request, which is repeated whole after a failure
 THREADS = 8  # number of parts in memory at once
@@ -56,10 +55,7 @@ def write_part(path: StoragePath, views: list[memoryview]) -> dict:
             file.writelines(views)
             file.flush()
             os.fsync(file.fileno())
-    digest = hashlib.blake2b(digest_size=16)
-    for view in views:
-        digest.update(view)
-    return {"bytes": sum(map(len, views)), "blake2b": digest.hexdigest()}
+    return {"bytes": sum(map(len, views)), "blake2b": digest(*views)}
 
 
 def read_parts(buffer: np.ndarray, folder: StoragePath, prefix: str, part_bytes: int, start: int) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from gregale.errors import KeyedError
 from gregale.settings import Settings, setting, shown, whole
-from gregale.storage import ObjectPath, StoragePath, names, parallel_map, status, write_bytes
+from gregale.storage import ObjectPath, StoragePath, digest, names, parallel_map, status, write_bytes
 
 MANIFEST = "manifest.json"
 SHARDS = "shards.json"  # the positions of the shards of all arrays
@@ -27,12 +27,8 @@ _COMMITTED = re.compile(r"step-(\d{8,})")
 FileRecords = dict[str, dict]  # path relative to the checkpoint -> {"bytes": size, "blake2b": digest}
 
 
-def digest_of(content: bytes | memoryview) -> str:
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
-
-
 def _digest_of_records(records: FileRecords) -> str:
-    return digest_of(json.dumps(records, sort_keys=True).encode())
+    return digest(json.dumps(records, sort_keys=True).encode())
 
 
 def write_manifest(folder: StoragePath, records: FileRecords) -> None:
@@ -55,21 +51,21 @@ def find_damage(folder: StoragePath, part: int = 0, parts: int = 1) -> str | Non
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
-        version, digest, records = manifest["format"], manifest["blake2b"], manifest["files"]
+        version, stated, records = manifest["format"], manifest["blake2b"], manifest["files"]
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
     except (ValueError, KeyError, TypeError):
         return f"{MANIFEST} is truncated or corrupted"
     if version != _FORMAT:
         return f"{MANIFEST} has format {version}; this version reads format {_FORMAT}"
-    if digest != _digest_of_records(records):
+    if stated != _digest_of_records(records):
         return f"{MANIFEST} is corrupted: its checksum is not the one it states"
     expected = [(name, entry["bytes"], entry["blake2b"]) for name, entry in sorted(records.items())[part::parts]]
     found = parallel_map(lambda each: _file_damage(folder, *each), expected)
     return next(filter(None, found), None)
 
 
-def _file_damage(folder: StoragePath, name: str, size: int, digest: str) -> str | None:
+def _file_damage(folder: StoragePath, name: str, size: int, stated: str) -> str | None:
     try:
         found_size, found_digest = measured(folder / name)
     except (FileNotFoundError, IsADirectoryError):
@@ -80,7 +76,7 @@ def _file_damage(folder: StoragePath, name: str, size: int, digest: str) -> str 
         return f"{name} cannot be read: {error.strerror}"
     if found_size != size:
         return f"{name} has {found_size} bytes of the {size} that were written"
-    if found_digest != digest:
+    if found_digest != stated:
         return f"{name} is corrupted: its checksum is not the one in {MANIFEST}"
     return None
 
@@ -89,10 +85,10 @@ def measured(path: StoragePath) -> tuple[int, str]:
     """Return the current size and checksum of a file or an object."""
     if isinstance(path, ObjectPath):
         content = path.read_bytes()
-        return len(content), digest_of(content)
+        return len(content), digest(content)
     with path.open("rb") as file:
-        digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-    return path.stat().st_size, digest
+        found = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
+    return path.stat().st_size, found.hexdigest()
 
 
 @dataclass(frozen=True)

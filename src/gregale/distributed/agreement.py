@@ -7,7 +7,6 @@ mapping of keys to texts, sent as JSON.
 import hmac
 import json
 from collections.abc import Mapping
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +54,6 @@ def is_signed(token: bytes, signature: str, *parts: bytes) -> bool:
 def canonical(content: object) -> bytes:
     """Return JSON bytes that are the same for equal content."""
     return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
-
-
-def digest(*parts: bytes | memoryview) -> str:
-    """Return the hash of the concatenated parts: 16 bytes of BLAKE2b, as hexadecimal digits."""
-    state = blake2b(digest_size=16)
-    for part in parts:
-        state.update(part)
-    return state.hexdigest()
 
 
 Terms = Mapping[str, str]

@@ -30,6 +30,7 @@ from pathlib import PurePath
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from gregale.data.examples import ExampleBatch, stacked
 from gregale.data.sources.base import BYTE_ORDER_MARK, encodable, expand, files_matching, read_bytes
@@ -140,7 +141,7 @@ def extracted(text: str, pattern: str) -> str:
 def equal_answers(questions: Sequence[Question], answers: Sequence[str]) -> dict[str, float]:
     """Return `exact_match`, the fraction of generated answers that are the expected ones."""
     right = [question.expected == answer for question, answer in zip(questions, answers, strict=True)]
-    return mean_of("exact_match", right)
+    return estimate("exact_match", right)
 
 
 def accuracy(questions: Sequence[Question], scores: Sequence[Score]) -> dict[str, float]:
@@ -148,7 +149,7 @@ def accuracy(questions: Sequence[Question], scores: Sequence[Score]) -> dict[str
     right = [
         np.argmax(score.log_likelihoods) == question.answer for question, score in zip(questions, scores, strict=True)
     ]
-    return mean_of("acc", right)
+    return estimate("acc", right)
 
 
 def accuracies(questions: Sequence[Question], scores: Sequence[Score]) -> dict[str, float]:
@@ -160,19 +161,14 @@ def accuracies(questions: Sequence[Question], scores: Sequence[Score]) -> dict[s
     for question, score in zip(questions, scores, strict=True):
         sizes = zip(score.log_likelihoods, question.sizes, strict=True)
         right.append(np.argmax([each / size if size else -math.inf for each, size in sizes]) == question.answer)
-    return accuracy(questions, scores) | mean_of("acc_norm", right)
+    return accuracy(questions, scores) | estimate("acc_norm", right)
 
 
 def matches(questions: Sequence[Question], scores: Sequence[Score]) -> dict[str, float]:
     """Return `acc`, the fraction of answers that greedy decoding gives, and `perplexity`: exp(-mean log-likelihood)."""
     del questions
-    loss = mean_of("loss", [-score.log_likelihoods[0] for score in scores])
-    perplexity = float(np.exp(loss["loss"]))
-    return {
-        **mean_of("acc", [score.greedy[0] for score in scores]),
-        "perplexity": perplexity,
-        "perplexity_stderr": perplexity * loss["loss_stderr"],  # by the derivative of exp
-    }
+    loss = estimate("loss", [-score.log_likelihoods[0] for score in scores])
+    return estimate("acc", [score.greedy[0] for score in scores]) | perplexity(loss["loss"], loss["loss_stderr"])
 
 
 KINDS: dict[str, Kind] = {
@@ -183,11 +179,28 @@ KINDS: dict[str, Kind] = {
 }
 
 
-def mean_of(name: str, values: Sequence[float | bool]) -> dict[str, float]:
-    """Return the mean of n values and its standard error sqrt(sum (value - mean)^2 / (n - 1) / n), NaN for n = 1."""
-    array = np.asarray(values, np.float64)
-    error = array.std(ddof=1) / math.sqrt(len(array)) if len(array) > 1 else math.nan
-    return {name: float(array.mean()), f"{name}_stderr": float(error)}
+def estimate(name: str, above: ArrayLike, below: ArrayLike = 1) -> dict[str, float]:
+    """Return sum a / sum b over n questions or documents, by default the mean, and its standard error to first order.
+
+        sqrt(n / (n - 1) * sum (a - r b)^2) / sum b,  r = sum a / sum b
+
+    They are the sample, so that tokens of one document need not be independent. Those with b = 0 do not count. Without
+    any both are NaN; for n = 1 the error is NaN.
+    """
+    above, below = np.broadcast_arrays(np.asarray(above, np.float64), below)
+    above, below = above[below > 0], below[below > 0]
+    count, value, error = len(below), math.nan, math.nan
+    if count:
+        value = float(above.sum() / below.sum())
+    if count > 1:
+        error = float(math.sqrt(((above - value * below) ** 2).sum() * count / (count - 1)) / below.sum())
+    return {name: value, f"{name}_stderr": error}
+
+
+def perplexity(loss: float, error: float) -> dict[str, float]:
+    """Return exp(loss), and its standard error by the derivative of exp."""
+    value = float(np.exp(loss))
+    return {"perplexity": value, "perplexity_stderr": value * error}
 
 
 def text_of(line: Mapping[str, Any], key: str, location: str) -> str:

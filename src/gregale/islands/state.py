@@ -28,7 +28,7 @@ from jax.sharding import NamedSharding
 
 from gregale.atomic_files import os_error_text
 from gregale.checkpoint import files
-from gregale.checkpoint.manifest import MANIFEST, digest_of
+from gregale.checkpoint.manifest import MANIFEST
 from gregale.checkpoint.store import delete
 from gregale.data.mixtures import Mixtures, with_mixture
 from gregale.errors import UserError
@@ -39,7 +39,7 @@ from gregale.islands.protocol.messages import OuterRecord
 from gregale.islands.shards import keys_here, on_devices, shards_here
 from gregale.methods.method import PsdpState
 from gregale.runs.config import TrainConfig
-from gregale.storage import StoragePath, StoreError, names, parallel_map, write_bytes
+from gregale.storage import StoragePath, StoreError, digest, names, parallel_map, write_bytes
 
 _THREADS = 4  # arrays read in parallel
 _FORMAT = 1  # of a manifest, with an `OuterRecord`; 0 is the same without a number
@@ -76,7 +76,7 @@ def write_outer(
         for name, held in whole.items():
             array = np.asarray(held.array)
             content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-            entries.append([name, array.dtype.name, list(array.shape), held.version, digest_of(content.data)])
+            entries.append([name, array.dtype.name, list(array.shape), held.version, digest(content.data)])
             yield content
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -138,7 +138,7 @@ def _array(folder: StoragePath, own: str, part_bytes: int, entry: list[Any], kin
     dtype, shape = kind
     content = np.empty(dtype.itemsize * prod(shape), np.uint8)
     files.read_parts(content, folder, own, part_bytes, start)
-    if digest_of(content.data) != entry[4]:
+    if digest(content.data) != entry[4]:
         raise ValueError(f"{entry[0]} is not what was written")
     return content.view(dtype).reshape(shape)
 

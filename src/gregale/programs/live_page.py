@@ -5,7 +5,6 @@ loopback the server therefore accepts only loopback host names. On any other add
 browser that has the current page gets a short "not modified" answer.
 """
 
-import hashlib
 import hmac
 import ipaddress
 import socket
@@ -23,7 +22,7 @@ from gregale.errors import UserError
 from gregale.programs.report import report_page
 from gregale.runs.history import ROUNDS, RunPaths, read_history
 from gregale.runs.run_lock import is_being_trained
-from gregale.storage import StoreError, status
+from gregale.storage import StoreError, digest, status
 
 Content = Callable[[], bytes]
 """Function that returns the current page; several threads call it."""
@@ -158,7 +157,7 @@ class _Handler(BaseHTTPRequestHandler):
         except (UserError, OSError) as error:
             self._answer(HTTPStatus.SERVICE_UNAVAILABLE, str(error).encode())
             return
-        tag = f'"{hashlib.blake2b(content, digest_size=16).hexdigest()}"'
+        tag = f'"{digest(content)}"'
         if self.headers.get("If-None-Match") == tag:
             self._answer(HTTPStatus.NOT_MODIFIED, b"", {"ETag": tag})
         else:

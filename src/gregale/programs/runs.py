@@ -8,8 +8,6 @@ from datetime import datetime
 from fnmatch import fnmatchcase
 from itertools import compress
 
-from rich.filesize import decimal
-
 from gregale.data.sources.base import expand
 from gregale.programs.command import Command
 from gregale.runs.history import State, Summary, summaries
@@ -17,6 +15,7 @@ from gregale.settings import Settings, setting
 from gregale.storage import storage_path
 from gregale.streams import say
 from gregale.terminal import Console, fitting, print_table
+from gregale.tracking.metrics import in_unit
 
 SORTS = (
     *("name", "state", "method", "step", "loss", "eval_loss", "bits_per_byte"),
@@ -87,11 +86,11 @@ def row(summary: Summary, now: float) -> tuple[str, ...]:
         summary.state,
         "" if summary.state is State.IMPORTED else f"{summary.step:,}{steps}",
         summary.stage_text,
-        _format_loss(summary.loss),
-        _format_loss(summary.eval_loss),
+        in_unit("loss", summary.loss),
+        in_unit("eval_loss", summary.eval_loss),
         summary.method or "",
         "" if summary.tokens_per_second is None else f"{summary.tokens_per_second:,.0f}",
-        "" if summary.bytes_sent is None else decimal(int(summary.bytes_sent)),
+        in_unit("replica_bytes", summary.bytes_sent),
         "" if summary.began is None else ago(summary.began, now),
     )
 
@@ -106,10 +105,6 @@ def ago(began: str, now: float) -> str:
     if minutes < 120:
         return f"{minutes} min ago"
     return f"{minutes // 60} h ago" if minutes < 48 * 60 else f"{minutes // (24 * 60)} days ago"
-
-
-def _format_loss(value: float | None) -> str:
-    return "" if value is None else f"{value:.4f}"
 
 
 COMMAND = Command(main=main, options=RunsOptions, positional=("folder",))

@@ -22,6 +22,7 @@ from gregale.storage.stores import (
     StoragePath,
     StoreError,
     create,
+    digest,
     files_below,
     is_url,
     names,

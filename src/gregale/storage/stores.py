@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache, partial
+from hashlib import blake2b
 from pathlib import Path
 from threading import Thread, current_thread, main_thread
 from typing import Any, NamedTuple, TypeVar
@@ -326,6 +327,14 @@ class ObjectPath:
         while seconds * _MIN_BYTES_PER_SECOND < size:
             seconds *= 16
         self._request(request, timeout=2 * self.retry_policy.silence_seconds + seconds)
+
+
+def digest(*parts: bytes | memoryview) -> str:
+    """Return the hash of the concatenated parts: 16 bytes of BLAKE2b, as hexadecimal digits."""
+    state = blake2b(digest_size=16)
+    for part in parts:
+        state.update(part)
+    return state.hexdigest()
 
 
 def parallel_map(function: Callable[..., T], *arguments: Iterable[Any], threads: int = 8) -> list[T]:

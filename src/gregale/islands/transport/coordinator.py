@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 
-from gregale.distributed.agreement import canonical, digest
+from gregale.distributed.agreement import canonical
 from gregale.errors import UserError
 from gregale.islands.protocol.choice import Choice
 from gregale.islands.protocol.membership import BEATS_PER_TIMEOUT, Record
@@ -17,6 +17,7 @@ from gregale.islands.protocol.messages import FORMAT, NO_ROUND, Columns, Heartbe
 from gregale.islands.transport.client import KeyRevoked, PeerClient, PeerUnreachable, RequestRejected, WrongServer
 from gregale.islands.transport.lighthouse import LONGEST_REASON, NAME
 from gregale.islands.transport.tls import tls_contexts
+from gregale.storage import digest
 
 CONNECT_SECONDS = 2.0
 LAST_REQUEST_SECONDS = 5.0  # limit for a request in progress at the end

@@ -16,8 +16,9 @@ from threading import Lock
 from typing import Any
 
 from gregale.atomic_files import NO_LOCKS, write_bytes
-from gregale.distributed.agreement import canonical, digest
+from gregale.distributed.agreement import canonical
 from gregale.errors import UserError
+from gregale.storage import digest
 
 Entry = tuple[int, str]
 

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gregale.distributed.agreement import digest
 from gregale.islands.transport.client import Dial, PeerClient, PeerUnreachable, RequestRejected
+from gregale.storage import digest
 
 Expected = Mapping[str, tuple[tuple[int, ...], np.dtype]]
 CHUNK_BYTES = 4 << 20

@@ -36,11 +36,12 @@ from gregale.evaluation.tasks import (
     Score,
     Task,
     encoded,
+    estimate,
     filled,
+    perplexity,
     read_tasks,
 )
 from gregale.inference.generate import Sampling, check_scored, scores
-from gregale.model.execution import Execution
 from gregale.programs.runtime.batches import BatchSharding, GlobalBatches
 from gregale.programs.runtime.initial_model import NEXT_TOKEN, checked_loss
 from gregale.programs.runtime.sampler import MAX_BATCH, Sampler, TextFormat, beside_training, chat_prompts
@@ -216,7 +217,9 @@ class Evaluator:
         self._in_bytes, self.objective = objective.is_models_own, objective
         self._named: list[str] = []  # the objective's metrics, whose sums follow; known once the program is traced
         execution = setup.evaluation_execution()
-        by_token = token_losses(setup, execution) if setup.config.evaluation.by_position else None
+        config, by_position = setup.config.model, setup.config.evaluation.by_position
+        if by_position:
+            check_scored(setup.model, config.get_choice_name(type(config)))
         sizes = np.zeros(setup.Vocab.size, np.float32)
         sizes[: len(token_bytes)] = token_bytes
 
@@ -226,11 +229,12 @@ class Evaluator:
             batch = {key: batch[key] for key in batch if key != MORE_BYTES}
             mask = batch["loss_mask"].array
             scored = ((jnp.asarray(sizes)[batch["targets"].array] + more_bytes) * mask).sum()
-            if by_token is None:
-                found = checked_loss(setup.config.model, model, batch, execution, objective, frozen)
+            if not by_position:
+                found = checked_loss(config, model, batch, execution, objective, frozen)
                 self._named[:] = [] if self._in_bytes else found.metrics
                 return jnp.stack([found.loss, found.weight, scored, *(found.metrics[name] for name in self._named)])
-            losses = by_token(model, batch) * mask
+            found, _ = scores(model, batch, config.logit_rows or setup.Vocab.size, execution)
+            losses = -found.rearrange((BATCH, POSITION)).array * mask
             length = mask.shape[1]
             bucket = jnp.searchsorted(jnp.asarray(bounds(length)), batch["positions"].array, side="right") - 1
             parts = [x.sum(where=bucket == each) for x in (losses, mask) for each in range(len(bounds(length)))]
@@ -325,19 +329,6 @@ class Evaluator:
         own = length == Position.size
         axes = (Batch, Position) if own else (Axis(Batch.name, rows), Axis(Position.name, length))
         return GlobalBatches(text, axes, layout)
-
-
-def token_losses(setup: Setup, execution: Execution) -> Callable[[Any, dict[str, NamedArray]], jax.Array]:
-    """Return the function (model, batch) -> losses of the targets, nats [batch, position]; raise `UserError`."""
-    config = setup.config.model
-    check_scored(setup.model, config.get_choice_name(type(config)))
-    rows = config.logit_rows or setup.Vocab.size
-
-    def losses(model, batch: dict[str, NamedArray]) -> jax.Array:
-        found, _ = scores(model, batch, rows, execution)
-        return -found.rearrange((BATCH, POSITION)).array
-
-    return losses
 
 
 def bounds(length: int) -> list[int]:
@@ -470,17 +461,9 @@ class Documents(NamedTuple):
 
     def metrics(self) -> dict[str, float]:
         """Return `eval_loss` (nats per token), `perplexity` and `bits_per_byte`, each with its standard error."""
-        loss, loss_error = ratio(self.losses, self.tokens)
-        bits, bits_error = ratio(self.losses / math.log(2), self.sizes)
-        perplexity = float(np.exp(loss))
-        return {
-            "eval_loss": loss,
-            "eval_loss_stderr": loss_error,
-            "perplexity": perplexity,
-            "perplexity_stderr": perplexity * loss_error,  # by the derivative of exp
-            "bits_per_byte": bits,
-            "bits_per_byte_stderr": bits_error,
-        }
+        loss = estimate("eval_loss", self.losses, self.tokens)
+        bits = estimate("bits_per_byte", self.losses / math.log(2), self.sizes)
+        return loss | perplexity(loss["eval_loss"], loss["eval_loss_stderr"]) | bits
 
 
 class SlidingEvaluation:
@@ -525,24 +508,6 @@ class SlidingEvaluation:
         counts = [sum(len(each.starts) - 1 for each in its) for its in texts.values()]
         parts = zip(*(np.split(array, np.cumsum(counts)[:-1]) for array in found), strict=True)
         return {name: Documents(*part) for name, part in zip(texts, parts, strict=True)}
-
-
-def ratio(above: np.ndarray, below: np.ndarray) -> tuple[float, float]:
-    """Return sum a / sum b over n documents, and its standard error to first order.
-
-        sqrt(n / (n - 1) * sum (a - r b)^2) / sum b,  r = sum a / sum b
-
-    The documents are the sample, so that tokens of one document need not be independent. Empty documents do not count.
-    Without documents both are NaN; for one document the error is NaN.
-    """
-    above, below = above[below > 0], below[below > 0]
-    if not (count := len(below)):
-        return math.nan, math.nan
-    value = above.sum() / below.sum()
-    if count == 1:
-        return float(value), math.nan
-    spread = ((above - value * below) ** 2).sum() * count / (count - 1)
-    return float(value), float(math.sqrt(spread) / below.sum())
 
 
 def format_metrics(metrics: Mapping[str, float]) -> str:

@@ -21,7 +21,7 @@ from haliax import NamedArray
 from gregale.axes.layout import BATCH, Layout, MeshConfig, is_named, make_mesh
 from gregale.axes.mapping import MappingConfig, mapped_layout
 from gregale.axes.parameters import QuantisedWeight, buffers_of, is_quantised, trainable, with_arrays
-from gregale.checkpoint.manifest import MANIFEST, digest_of, folder_name, measured
+from gregale.checkpoint.manifest import MANIFEST, folder_name, measured
 from gregale.checkpoint.multihost import by_first_process, messages_of_all
 from gregale.checkpoint.store import Checkpoints
 from gregale.data.build import MASKS
@@ -51,7 +51,7 @@ from gregale.runs import history
 from gregale.runs.config import EvaluationConfig, TrainConfig
 from gregale.runs.run_directory import RunDirectory
 from gregale.runs.stages import changes
-from gregale.storage import ObjectPath, parallel_map, storage_path
+from gregale.storage import ObjectPath, digest, parallel_map, storage_path
 from gregale.training.compiler import keep_compiled
 from gregale.training.state import TrainState, abstract_state
 
@@ -464,7 +464,7 @@ def _origin(name: str, record: Mapping[str, Any] | None) -> dict[str, Any]:
     if run.is_imported:
         folder = open_folder(Path(str(run.huggingface)))
         digests = parallel_map(lambda file: [file.name, measured(file)[1]], [folder.path / CONFIG, *folder.files])
-        return {"origin": str(run.path.absolute()), "step": 0, "digest": digest_of(json.dumps(digests).encode())}
+        return {"origin": str(run.path.absolute()), "step": 0, "digest": digest(json.dumps(digests).encode())}
     with Checkpoints(run.checkpoints) as checkpoints:
         steps = checkpoints.steps()
     step = record["step"] if record is not None else max(steps, default=None)
