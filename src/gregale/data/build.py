@@ -157,7 +157,7 @@ def once(
     while not is_done():
         found = LeaseRecord.read(claim)
         if found is None and create(claim, mine.to_bytes()):
-            with HeldLease(claim, mine, "claim").renewed(BEAT_SECONDS):
+            with HeldLease(claim, mine, "claim").renewing(BEAT_SECONDS):
                 return work()
         if found is not None and (found.machine, found.pid) == (mine.machine, os.getppid()):
             raise UserError(f"{claim}: the parent process is at work. {UNGUARDED}")

@@ -52,7 +52,7 @@ def hold_run_lock(
             report(f"{error}. It stops.")
             os.kill(os.getpid(), signal.SIGTERM)
 
-        with held.renewed(beat_seconds, stop):
+        with held.renewing(beat_seconds, stop):
             yield held.check
 
 

@@ -97,7 +97,7 @@ class HeldLease:
             self._path.unlink(missing_ok=True)
 
     @contextmanager
-    def renewed(self, seconds: float, on_loss: Callable[[UserError], None] = lambda error: None) -> Iterator[None]:
+    def renewing(self, seconds: float, on_loss: Callable[[UserError], None] = lambda error: None) -> Iterator[None]:
         """Renew the lease in a thread while the block runs, until its loss (`on_loss`); release it at the end."""
         ended = Event()
 
