@@ -55,7 +55,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "experts gathered": {"model": EXPERTS, "mesh": {"replica": 2, "data": 4}},
     "experts exchanged": {"model": EXPERTS, "mesh": {"replica": 2, "data": 4}, "mapping": EXCHANGED},
     "adapters": {"adapter": {"rank": 4}, "start_from": "psdp", "mesh": {"replica": 2, "data": 4}},
-    "preferences": {"objective": {"type": "dpo"}, "start_from": "psdp", "mesh": {"replica": 2, "data": 2, "model": 2}},
+    "preferences": {"objective": {"type": "dpo"}, "start_from": "psdp", "batch__sequence_length": 80},
     "stages": {"stages": STAGES},
     "muon": {"optimizer": MUON, "batch__microbatches": 2},
 }  # fmt: skip

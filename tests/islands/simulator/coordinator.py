@@ -33,7 +33,7 @@ class Coordinator:
         self.frozen_at: float | None = None
         self.behind = 0.0
         self._kept: list[Callable[[], None]] = []  # what it receives while it is stopped
-        self.restarts = 0
+        self.restarts = self._forgotten = 0
         self.disk: dict[str, Record] = {}
         self.views: dict[Formed, View] = {}
         self._begin()
@@ -60,8 +60,11 @@ class Coordinator:
 
     def _take(self, name: str, what: Callable[[], None]) -> None:
         """A message that it takes, if it is up; if it is stopped, later."""
+        forgotten = self._forgotten
 
         def arrive() -> None:
+            if forgotten < self._forgotten:
+                return
             if self.up and self.frozen_at is not None:
                 self._kept.append(arrive)
             elif self.up:
@@ -155,6 +158,13 @@ class Coordinator:
         self.world.log(f"the {self.name} dies")
         self.up, self.frozen_at, self._kept = False, None, []
         self.restarts += 1
+
+    def forget(self) -> None:
+        """Its operator ends it, deletes its disk and starts it; nothing that was sent to it before arrives."""
+        self.stop()
+        self.disk.clear()
+        self._forgotten += 1
+        self.start()
 
     def start(self) -> None:
         if not self.up:

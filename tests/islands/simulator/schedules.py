@@ -324,9 +324,7 @@ def _forget_lost_state(world: World) -> None:
         return
     world.log("the recorded state is lost: all end, the records are deleted, and all start again")
     for each in world.coordinators:
-        each.stop()
-        each.disk.clear()
-        each.start()
+        each.forget()
     for name in [node.name for node in staying(world)]:
         world.kill(name)
         world.start(name)
