@@ -325,6 +325,7 @@ def _forget_lost_state(world: World) -> None:
     world.log("the recorded state is lost: all end, the records are deleted, and all start again")
     for each in world.coordinators:
         each.forget()
+    world.final.clear()  # the run is trained anew
     for name in [node.name for node in staying(world)]:
         world.kill(name)
         world.start(name)
