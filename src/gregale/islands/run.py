@@ -46,7 +46,7 @@ from gregale.islands.steps import IslandResources, IslandSteps, StatusTracker
 from gregale.islands.trainer_command import RoundPacing
 from gregale.islands.transport.coordinator import CoordinatorClient, headers_of_fleet
 from gregale.islands.transport.lighthouse import NAME
-from gregale.islands.transport.server import Server
+from gregale.islands.transport.server import Reach, Server
 from gregale.islands.transport.tls import NEW_KEY, read_credentials
 from gregale.methods.schedule import Schedule
 from gregale.programs.command import Command
@@ -269,8 +269,7 @@ def join(run: PreparedRun, start: Start, token: bytes, status: StatusTracker, ru
         status.on_message,
         status.status,
         lambda line: say(f"refused: {line}"),
-        address=islands.address,
-        name=first_message(islands.own_name) or "",
+        reach=Reach(islands.address, first_message(islands.own_name) or ""),
     )
     record = seed(joint_digest(messages_of_all(outer.digest)))
     if saved is not None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from gregale.islands.transport.server import Server
+from gregale.islands.transport.server import Reach, Server
 
 TOKEN = b"a token of the fleet"
 
@@ -17,7 +17,8 @@ def make_server() -> Iterator[Callable[..., Server]]:
 
     def make(token: bytes = TOKEN, bind: str = "127.0.0.1", **options) -> Server:
         lines: list[str] = []
-        server = Server(bind, token, complain=lines.append, **{"on_message": dict, **options})
+        reach = Reach(**{name: options.pop(name) for name in ("address", "name", "recipient") if name in options})
+        server = Server(bind, token, complain=lines.append, reach=reach, **{"on_message": dict, **options})
         server.complaints = lines  # type: ignore[attr-defined]
         servers.append(server)
         return server

@@ -12,6 +12,7 @@ import json
 import secrets
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 from itertools import islice
@@ -35,6 +36,23 @@ LONGEST_STREAM_WAIT_SECONDS = 120.0
 MOST_LINES, LONGEST_LINE_BYTES = 20, 1000  # of the head of a request
 
 
+@dataclass(frozen=True)
+class Reach:
+    """Who a server is, and where peers reach it.
+
+    - `address`: HOST:PORT at which peers reach it; `outwards`: at none; None: where it listens
+    - `name`: of its island
+    - `recipient`: for clients that do not have the whole address; None: `name` and a random word
+    """
+
+    address: str | None = None
+    name: str = ""
+    recipient: str | None = None
+
+
+BY_BIND = Reach()
+
+
 class Server:
     """Listens on `host` from the start until `close`, at `port` (0: any); `bind` is `host` or `host:port`.
 
@@ -46,8 +64,6 @@ class Server:
     - `status`: called for GET /status
     - `complain`: receives a line for a rejected request (at most a few a minute)
     - `key`: the name of the setting `bind`
-    - `recipient`: for clients that do not have the whole address; default: `name` and a random word
-    - `address`: HOST:PORT at which peers reach the server; `outwards`: at none; default: `bind`
     - `inside_address`: at which the other hosts of this island reach it
     - `relays`: how many relays it carries at once
     - `paths`: to peers, and from them
@@ -61,16 +77,14 @@ class Server:
         status: Callable[[], dict] = dict,
         complain: Callable[[str], None] = lambda line: None,
         key: str = "islands.bind",
-        recipient: str | None = None,
-        address: str | None = None,
+        reach: Reach = BY_BIND,
         relays: int = 0,
-        name: str = "",
     ):
         self.host, _, port = bind.partition(":")
         self.token, self.on_message, self.status = token, on_message, status
         self.outer, self.inner, self.groups = SnapshotStore(), SnapshotStore(), Groups()
         self.complain = RateLimitedLines(complain)
-        self.recipient = recipient or f"{name}:{secrets.token_hex(8)}"
+        self.recipient = reach.recipient or f"{reach.name}:{secrets.token_hex(8)}"
         self.relays = threading.Semaphore(relays)
         self.paths = Paths(
             token, self.recipient, lambda stream: self._http.process_request(stream, stream.getpeername())
@@ -82,8 +96,9 @@ class Server:
             raise UserError(f"{key}: {bind} cannot be listened at ({error.strerror}).") from None
         self.port = self._http.server_address[1]
         own = f"{self.host}:{self.port}"
-        self.address = f"{OUTWARDS + self.recipient if address == 'outwards' else address or own}/{self.recipient}"
-        self.inside_address = f"{own}/{self.recipient}" if address == "outwards" else self.address
+        is_outwards = reach.address == "outwards"
+        self.address = f"{OUTWARDS + self.recipient if is_outwards else reach.address or own}/{self.recipient}"
+        self.inside_address = f"{own}/{self.recipient}" if is_outwards else self.address
         threading.Thread(
             target=self._http.serve_forever, args=(POLL_SECONDS,), name="gregale-server", daemon=True
         ).start()
