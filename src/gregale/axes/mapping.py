@@ -1,7 +1,7 @@
 """The configured mappings from named axes to mesh axes: their defaults, and the rules that they obey."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,13 +59,6 @@ class MappingConfig(Settings):
     @property
     def is_default(self) -> bool:
         return self == MappingConfig()
-
-    @property
-    def has_closed_forms(self) -> bool:
-        """Return whether the closed forms of memory and time are for this mapping: only experts may lie elsewhere."""
-        others = {name: axes for name, axes in self.compute.items() if name != EXPERTS}
-        place = mesh_axes_of(self.compute.get(EXPERTS) or ())
-        return replace(self, compute=others).is_default and place in ((), (EXCHANGED,), (AUTO,))
 
     @property
     def leaves_experts_open(self) -> bool:

@@ -9,7 +9,7 @@ import jax
 
 from gregale.axes.layout import with_shardings
 from gregale.cost.chips import GBIT
-from gregale.cost.estimate import bytes_on_device
+from gregale.cost.memory import bytes_on_device
 from gregale.cost.roofline import Roofline
 from gregale.islands.config import IslandsConfig
 from gregale.islands.method import Island

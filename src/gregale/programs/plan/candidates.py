@@ -1,7 +1,4 @@
-"""Provides settings for a run, with their memory and time in closed form.
-
-They are the candidates that `plan --search` chooses from, and the remedies for a step that does not fit.
-"""
+"""Provides settings for a run: the candidates of `plan --search`, and the changes of a step that does not fit."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -13,17 +10,16 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from gregale.axes.layout import make_mesh, slice_of
+from gregale.axes.layout import make_mesh
 from gregale.communication.pipeline import GATHER_LEVELS, SAVED
 from gregale.communication.reduce import rows_per_part
-from gregale.cost.estimate import Estimate, is_compared
+from gregale.cost.chips import EIGHT_BIT
 from gregale.errors import UserError
-from gregale.methods.traffic import SYNCHRONISE
 from gregale.model.config import GATHER, REMAT
 from gregale.model.execution import TO_HOST, execution
 from gregale.programs.plan.devices import Target
-from gregale.programs.plan.estimates import closed_form_seconds, estimate, has_closed_forms, step_shape, tree_bytes
-from gregale.programs.plan.step import Plan
+from gregale.programs.plan.estimates import parameter_use
+from gregale.programs.plan.step import step_work
 from gregale.programs.runtime.expert_parallelism import set_up
 from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import TrainConfig
@@ -119,19 +115,14 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class ScoredCandidate:
-    """A candidate with its estimates.
+class RankedCandidate:
+    """A candidate with a lower bound of a step's time (`Bounds`), and what the compiler says of it.
 
-    - `closed_form_peak`, `closed_form_seconds`: of a step, see `gregale.programs.plan.estimates`
-    - `closed_form_range`: bytes between which the compiler's peak lies, if steps of these sizes were `compared`
-    - `peak`, `seconds`, `fits`: from the compiled program, see `scheduled_seconds`; None: not compiled
+    - `peak`, `seconds`, `fits`: from the compiled program, see `Plan.seconds`; None: not compiled
     """
 
     candidate: Candidate
-    closed_form_peak: int
-    closed_form_seconds: float
-    closed_form_range: tuple[int, int]
-    compared: bool
+    bound_seconds: float
     peak: int | None = None
     seconds: float | None = None
     fits: bool | None = None
@@ -162,10 +153,10 @@ def _value(setup: Setup, name: str) -> Any:
     return value
 
 
-def meshes(setup: Setup, replica: int) -> Iterator[dict[str, int]]:
-    """Yield all meshes of as many devices with this number of replicas; with a pipeline, of at least two stages."""
-    sizes = {**setup.layout.mesh.shape, "replica": replica}
-    devices = setup.layout.mesh.size // sizes["island"] // replica
+def meshes(setup: Setup) -> Iterator[dict[str, int]]:
+    """Yield all meshes of as many devices and replicas; with a pipeline, of at least two stages."""
+    sizes = dict(setup.layout.mesh.shape)
+    devices = setup.layout.mesh.size // sizes["island"] // sizes["replica"]
     piped = setup.config.pipeline is not None
     for stage, context, model in product(_divisors(devices), repeat=3):
         if devices % (stage * context * model) == 0 and (stage > 1) == piped:
@@ -173,13 +164,10 @@ def meshes(setup: Setup, replica: int) -> Iterator[dict[str, int]]:
             yield {**sizes, **dict(zip(MESH_AXES, own, strict=True))}
 
 
-def setups(setup: Setup, tokens: int, left_out: Counter[str], replicas: Iterable[int] | None = None) -> Iterator[Setup]:
-    """Yield the setup on each mesh that the model and the batch divide, with one microbatch; count the others.
-
-    - `replicas`: sizes of `mesh.replica`; None: the present one
-    """
+def setups(setup: Setup, tokens: int, left_out: Counter[str]) -> Iterator[Setup]:
+    """Yield the setup on each mesh that the model and the batch divide, with one microbatch; count the others."""
     devices = list(setup.layout.mesh.devices.flat)
-    for sizes in (each for count in replicas or (setup.layout.replicas,) for each in meshes(setup, count)):
+    for sizes in meshes(setup):
         config = replace(setup.config, mesh=replace(setup.config.mesh, **sizes))
         config = replace(config, batch=replace(config.batch, microbatches=1))
         if config.pipeline is not None:
@@ -190,29 +178,36 @@ def setups(setup: Setup, tokens: int, left_out: Counter[str], replicas: Iterable
             left_out["meshes that do not divide the heads, rows, tokens or layers"] += 1
 
 
-def scored_candidates(
-    setup: Setup, target: Target, bandwidth: float | None, left_out: Counter[str]
-) -> list[ScoredCandidate]:
-    """Return all candidates on the mesh of a setup in closed form, the fastest first.
+class Bounds:
+    """Lower bounds of steps' times, in what settings of a search differ: products, and transfers of parameters."""
 
-    - `bandwidth`: bytes per second that a device sends between slices; None: the chip's share of its network
-    - `left_out`: counts impossible candidates by reason
-    """
-    found, trees = [], tree_bytes(setup)
-    mesh, keys = _mesh(setup), keys_of(setup.config)
+    def __init__(self, target: Target):
+        self._target = target
+        self._flops: dict[str, float] = {}  # of all devices without idle stages, by the policy of `remat`
+
+    def seconds(self, setup: Setup) -> float:
+        """Return the slower of both, at the peak of the chip and of its links inside a slice."""
+        chip, shared = self._target.chip, self._target.devices_a_chip
+        busy = 1 if (schedule := setup.schedule()) is None else 1 - schedule.bubble
+        remat = (setup.config.pipeline or setup.config.compute).remat
+        if remat not in self._flops:
+            work = step_work(setup)
+            self._flops[remat] = busy * (work.flops - work.eight_bit_flops * (1 - 1 / EIGHT_BIT))
+        compute = self._flops[remat] / busy / setup.layout.mesh.size / chip.flops_per_second
+        return shared * max(compute, parameter_use(setup).sent / chip.link_bytes_per_second)
+
+
+def ranked_candidates(setup: Setup, bounds: Bounds, left_out: Counter[str]) -> list[RankedCandidate]:
+    """Return all candidates on the mesh of a setup; `left_out` counts impossible ones by reason."""
+    found, mesh, keys = [], _mesh(setup), keys_of(setup.config)
     for values in product(*(list(key.values(setup)) for key in keys)):
         candidate = Candidate((*mesh, *zip((key.name for key in keys), values, strict=True)))
         try:
-            changed = changed_setup(setup, candidate)
+            found.append(RankedCandidate(candidate, bounds.seconds(changed_setup(setup, candidate))))
         except UserError as error:
             if setup.config.pipeline is None:  # numbers of a pipeline are combined without regard to one another
                 left_out[str(error)] += 1
-            continue
-        peak = estimate(changed, target.backend, trees).peak
-        seconds = closed_form_seconds(changed, target, bandwidth, trees)
-        compared = is_compared(step_shape(changed), target.backend)
-        found.append(ScoredCandidate(candidate, peak, seconds, target.backend.range(peak), compared))
-    return sorted(found, key=lambda each: each.closed_form_seconds)
+    return found
 
 
 def changed_setup(setup: Setup, candidate: Candidate) -> Setup:
@@ -223,7 +218,6 @@ def changed_setup(setup: Setup, candidate: Candidate) -> Setup:
     return replace(setup, config=config)
 
 
-SHOWN_REMEDIES = 3
 # Of devices, from one axis to another that splits more: rows, then sequences, then layers.
 MOVES = (
     ("replica", "data"),
@@ -232,153 +226,56 @@ MOVES = (
     ("data", "model"),
     ("replica", "model"),
 )
+Change = tuple[dict[str, Any], TrainConfig]  # settings by key, and the configuration with them
 
 
-@dataclass(frozen=True)
-class Remedy:
-    """A change of the configuration.
+def changes(setup: Setup, tokens: int, bounds: Bounds) -> list[list[Change]]:
+    """Return single changes that may need less memory, a list for each kind, the cheapest by their bounds first.
 
-    The new peak is the compiler's present one, changed by the difference or by the factor of the closed form, whichever
-    gives more. For several keys together, which change most of the program, it is the closed form.
+    A key's other values have a bound that is not lower, and no transfers to the host. Devices move to an axis that
+    splits more.
     """
-
-    change: str  # options of the command
-    peak_bytes: int  # on a device, of the largest program
-    fits: bool  # whether it is within the chip's memory
-    step_time: float  # of the roofline without overlap, as a multiple of the present one
-    config: TrainConfig  # with the change
-    range: tuple[int, int]  # bytes between which the compiler's peak lies
-    range_fits: bool = False  # the whole range is within the chip's memory
-    certain: bool = False  # so it is, and steps of these sizes were compared
-    compiled: bool = False  # the peak is the compiler's
-
-    def to_dict(self) -> dict[str, Any]:
-        return {key: value for key, value in vars(self).items() if key != "config"}
+    now, least, found = candidate_of(setup), bounds.seconds(setup), []
+    for key in keys_of(setup.config):
+        kind = []
+        for value in key.values(setup):
+            if value != now[key.name] and value not in TO_HOST:
+                with suppress(UserError):
+                    changed = changed_setup(setup, now.changed(key.name, value))
+                    kind.append((bounds.seconds(changed), {key.name: value}, changed.config))
+        found.append([each for each in kind if each[0] >= least])
+    found.append(list(_on_meshes(setup, tokens, bounds)))
+    return [[(keys, config) for _, keys, config in sorted(kind, key=lambda each: each[0])] for kind in found]
 
 
-def remedies(plan: Plan, tokens: int) -> list[Remedy]:
-    """Return the cheapest changes that need less memory, one of each kind: fitting ones first, then by step time.
-
-    If no single change fits, the remedies change several keys together, on each mesh. The list is empty for a model
-    whose memory has no closed form.
-    """
-    if not has_closed_forms(plan.setup):
-        return []
-    kinds = [*(_values(plan.setup, key) for key in keys_of(plan.setup.config)), _on_meshes(plan.setup, tokens)]
-    best = [min(found, key=cost) for kind in kinds if (found := list(_evaluated(plan, kind)))]
-    if not any(each.fits for each in best):
-        best += _together(plan, tokens, {each.change for each in best})
-    return sorted(best, key=cost)[:SHOWN_REMEDIES]
-
-
-def cost(remedy: Remedy) -> tuple:
-    """Return the sort key: those whose range fits by step time, those that probably fit, then the others by peak."""
-    safer = remedy.range_fits or (remedy.fits and remedy.compiled)
-    return (not safer, not remedy.fits, remedy.step_time if remedy.fits else remedy.peak_bytes)
-
-
-Changes = Iterator[tuple[str, Setup]]
-
-
-def _values(setup: Setup, key: Key) -> Changes:
-    """Yield the other values of a key, without transfers to the host, which only changes of several keys have."""
-    now = candidate_of(setup)
-    for value in key.values(setup):
-        if value != now[key.name] and value not in TO_HOST:
-            with suppress(UserError):
-                yield flags({key.name: value}), changed_setup(setup, now.changed(key.name, value))
-
-
-def _moved_meshes(setup: Setup) -> Iterator[tuple[str, TrainConfig]]:
-    """Yield meshes with devices moved from an axis to one that splits more."""
+def _on_meshes(setup: Setup, tokens: int, bounds: Bounds) -> Iterator[tuple[float, dict[str, Any], TrainConfig]]:
+    """Yield the possible meshes with devices moved from an axis to one that splits more."""
     sizes = dict(setup.layout.mesh.shape)
     for source, to in MOVES:
         factor = 2
         while factor <= sizes[source] and sizes[source] % factor == 0:
-            moved = {**sizes, source: sizes[source] // factor, to: sizes[to] * factor}
-            mesh = replace(setup.config.mesh, **moved)
-            yield flags({f"mesh.{axis}": moved[axis] for axis in (source, to)}), replace(setup.config, mesh=mesh)
+            moved = {source: sizes[source] // factor, to: sizes[to] * factor}
+            config = replace(setup.config, mesh=replace(setup.config.mesh, **{**sizes, **moved}))
+            with suppress(UserError):
+                own = set_up(config, tokens, make_mesh(config.mesh, list(setup.layout.mesh.devices.flat)))
+                yield bounds.seconds(own), {f"mesh.{axis}": size for axis, size in moved.items()}, config
             factor *= 2
 
 
-def _on_meshes(setup: Setup, tokens: int) -> Changes:
-    """Yield the possible ones of `_moved_meshes`."""
-    for text, config in _moved_meshes(setup):
-        with suppress(UserError):
-            yield text, set_up(config, tokens, make_mesh(config.mesh, list(setup.layout.mesh.devices.flat)))
-
-
-def _evaluated(plan: Plan, changes: Changes) -> Iterator[Remedy]:
-    """Return the changes that take less memory."""
-    backend, trees = plan.target.backend, tree_bytes(plan.setup)
-    before = estimate(plan.setup, backend, trees)
-    seconds = closed_form_seconds(plan.setup, plan.target, None, trees)
-    for change, setup in changes:
-        own = trees if setup.layout == plan.setup.layout else tree_bytes(setup)
-        peak = _peak(plan, before, estimate(setup, backend, own))
-        if peak < plan.memory.peak:
-            time = closed_form_seconds(setup, plan.target, None, own) / seconds
-            yield _remedy(plan, change, peak, time, setup)
-
-
-def _together(plan: Plan, tokens: int, offered: set[str]) -> Iterator[Remedy]:
-    """Yield for each mesh the fastest settings of all keys that fit, or the smallest, unless they are already offered.
-
-    The meshes are those of a search, and those with devices moved from `replica`.
-    """
-    before, seconds = estimate(plan.setup, plan.target.backend), closed_form_seconds(plan.setup, plan.target, None)
-    for setup in setups(plan.setup, tokens, Counter(), _replicas(plan.setup)):
-        scored = scored_candidates(setup, plan.target, None, Counter())
-        likely = [each for each in scored if each.closed_form_peak <= plan.memory_bytes]
-        safer = [each for each in likely if each.closed_form_range[1] <= plan.memory_bytes]
-        best = next(iter(safer or likely), None) or min(scored, key=lambda each: each.closed_form_peak)
-        setup = replace(setup, config=best.candidate.of(setup.config))
-        change = _changed_keys(plan.setup, setup)
-        after = estimate(setup, plan.target.backend)
-        peak = max(best.closed_form_peak, _joined(plan, before, after))
-        if change and change not in offered and peak < plan.memory.peak:
-            yield _remedy(plan, change, peak, best.closed_form_seconds / seconds, setup)
-
-
-def _replicas(setup: Setup) -> Iterator[int]:
-    """Yield the sizes of `mesh.replica` whose other devices may move to another axis, the present one first."""
-    slices = len({slice_of(device) for device in setup.layout.mesh.devices.flat})
-    now = setup.layout.mesh.shape["replica"]
-    yield from (each for each in range(now, 0, -1) if now % each == 0 and each % slices == 0)
-
-
-def _remedy(plan: Plan, change: str, peak: int, step_time: float, setup: Setup) -> Remedy:
-    backend, memory = plan.target.backend, plan.memory_bytes
-    between = backend.range(peak)
-    fits, compared = between[1] <= memory, is_compared(step_shape(setup), backend)
-    return Remedy(change, peak, peak <= memory, step_time, setup.config, between, fits, fits and compared)
-
-
-def _changed_keys(now: Setup, then: Setup) -> str:
-    """Return the options that change the first setup into the second."""
-    before, after = (
-        {f"mesh.{axis}": size for axis, size in each.layout.mesh.shape.items()} | dict(candidate_of(each).settings)
-        for each in (now, then)
-    )
-    return flags({key: value for key, value in after.items() if value != before.get(key)})
+def together(given: Iterable[Change], config: TrainConfig) -> Change | None:
+    """Return several single changes of a configuration as one, of a key the first; None if there are fewer than two."""
+    settings: dict[str, Any] = {}
+    given = list(given)
+    for keys, changed in given:
+        if not settings.keys() & keys.keys():
+            settings |= keys
+            for section in {key.partition(".")[0] for key in keys}:
+                names = [key.partition(".")[2] for key in keys if key.startswith(f"{section}.")]
+                values = {name: getattr(getattr(changed, section), name) for name in names}
+                config = replace(config, **{section: replace(getattr(config, section), **values)})
+    return (settings, config) if len(given) > 1 else None
 
 
 def flags(settings: dict[str, Any]) -> str:
     """Return settings by key as options of a command, such as `--mesh.data 4 --mesh.model 2`."""
     return " ".join(f"--{key} {value}" for key, value in settings.items())
-
-
-def _peak(plan: Plan, before: Estimate, after: Estimate) -> int:
-    """Return the peak after this change of the closed form."""
-    steps = [program.memory.peak for name, program in plan.programs.items() if name != SYNCHRONISE]
-    return max(_changed(max(steps), before.peak, after.peak), _joined(plan, before, after))
-
-
-def _joined(plan: Plan, before: Estimate, after: Estimate) -> int:
-    """Return the peak of `synchronise`, scaled by the state because it has no gradients; 0 without such a program."""
-    program = plan.programs.get(SYNCHRONISE)
-    return 0 if program is None else _changed(program.memory.peak, before.arguments, after.arguments)
-
-
-def _changed(now: int, first: int, then: int) -> int:
-    return max(now - (first - then), now * then // first)

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from haliax import Axis
+from haliax import Axis, NamedArray
 from jax.sharding import Mesh
 
 from gregale.axes.layout import BATCH, POSITION, Device, Layout
@@ -22,6 +22,7 @@ from gregale.methods.psdp import Psdp, identity
 from gregale.model.config import CompilerOptions, ModelMethods
 from gregale.model.execution import Execution, execution, layers_apart
 from gregale.optim.config import ParameterRule
+from gregale.programs.runtime.batches import abstract_batch
 from gregale.programs.runtime.initial_model import (
     base_model,
     built,
@@ -61,6 +62,10 @@ class Setup:
     def batch_axes(self) -> tuple[Axis, Axis]:
         batch = self.config.batch
         return Axis(BATCH, batch.size), Axis(POSITION, batch.sequence_length)
+
+    @property
+    def abstract_batch(self) -> dict[str, NamedArray]:
+        return abstract_batch(self.batch_axes, self.layout)
 
     @property
     def tokens(self) -> int:
