@@ -10,7 +10,7 @@ scope around it tells (`gregale.scopes`).
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -30,6 +30,8 @@ class Work:
     - `eight_bit_flops`: those of `flops` in products of 8-bit numbers
     - `memory_bytes`: read from and written to the devices' memory
     - `host_bytes`: moved to the hosts' memory and back
+    - `saved_bytes`: of the results that loops keep of each iteration, such as what a backward pass needs of each layer,
+      all at the same time; those in hosts' memory are left out
     - `unknown`: names of operations whose products are not known, and of loops that count once
     """
 
@@ -38,6 +40,7 @@ class Work:
     eight_bit_flops: float = 0.0
     memory_bytes: float = 0.0
     host_bytes: float = 0.0
+    saved_bytes: float = 0.0
     unknown: frozenset[str] = field(default_factory=frozenset)
 
     @property
@@ -45,17 +48,15 @@ class Work:
         return self.flops - self.hidden_flops
 
     def __add__(self, other: "Work") -> "Work":
-        sums = (a + b for a, b in zip(self._counts, other._counts, strict=True))
-        return Work(*sums, unknown=self.unknown | other.unknown)
+        own, unknown = ((vars(each)[name] for name in COUNTS) for each in (self, other)), self.unknown | other.unknown
+        sums = dict(zip(COUNTS, map(sum, zip(*own, strict=True)), strict=True))
+        return Work(**sums, saved_bytes=self.saved_bytes + other.saved_bytes, unknown=unknown)
 
     def __mul__(self, times: float) -> "Work":
-        return Work(*(times * count for count in self._counts), unknown=self.unknown if times else frozenset())
-
-    @property
-    def _counts(self) -> tuple[float, ...]:
-        return self.flops, self.hidden_flops, self.eight_bit_flops, self.memory_bytes, self.host_bytes
+        return replace(self, **{name: times * vars(self)[name] for name in COUNTS}) if times else Work()
 
 
+COUNTS = ("flops", "hidden_flops", "eight_bit_flops", "memory_bytes", "host_bytes")
 Scopes = tuple[str, ...]
 
 
@@ -91,7 +92,8 @@ def _of_equation(equation: Any, scopes: Scopes, outputs: Sequence[bool]) -> Work
             moves = any("MemorySpace" in str(each) for each in given["devices"])  # to a host's memory, or from it
             return Work(host_bytes=_bytes(equation.outvars) * moves)
         case "scan":
-            return _work(given["jaxpr"], scopes) * given["length"]
+            kept = [each for each in equation.outvars[given["num_carry"] :] if "host" not in str(each.aval).lower()]
+            return _work(given["jaxpr"], scopes) * given["length"] + Work(saved_bytes=_bytes(kept))
         case "while":
             return _of_loop(equation, scopes)
         case "cond":

@@ -18,7 +18,7 @@ from gregale.errors import UserError
 from gregale.model.config import GATHER, REMAT
 from gregale.model.execution import TO_HOST, execution
 from gregale.programs.plan.devices import Target
-from gregale.programs.plan.estimates import parameter_use
+from gregale.programs.plan.estimates import parameter_use, tree_bytes
 from gregale.programs.plan.step import step_work
 from gregale.programs.runtime.expert_parallelism import set_up
 from gregale.programs.runtime.setup import Setup
@@ -116,13 +116,14 @@ class Candidate:
 
 @dataclass(frozen=True)
 class RankedCandidate:
-    """A candidate with a lower bound of a step's time (`Bounds`), and what the compiler says of it.
+    """A candidate with lower bounds of a step's time and of a device's peak (`Bounds`), and what the compiler says.
 
     - `peak`, `seconds`, `fits`: from the compiled program, see `Plan.seconds`; None: not compiled
     """
 
     candidate: Candidate
     bound_seconds: float
+    bound_bytes: int
     peak: int | None = None
     seconds: float | None = None
     fits: bool | None = None
@@ -178,23 +179,37 @@ def setups(setup: Setup, tokens: int, left_out: Counter[str]) -> Iterator[Setup]
             left_out["meshes that do not divide the heads, rows, tokens or layers"] += 1
 
 
+class Bound(NamedTuple):
+    """Lower bounds of a step's time, and of a device's peak."""
+
+    seconds: float
+    bytes: int
+
+
 class Bounds:
-    """Lower bounds of steps' times, in what settings of a search differ: products, and transfers of parameters."""
+    """Lower bounds of steps, in what settings of a search differ.
 
-    def __init__(self, target: Target):
-        self._target = target
-        self._flops: dict[str, float] = {}  # of all devices without idle stages, by the policy of `remat`
+    Time is that of products, or of the transfers of parameters if they take longer, at the peak of the chip and of its
+    links inside a slice. A device holds its state, and its share of what the backward pass needs.
+    """
 
-    def seconds(self, setup: Setup) -> float:
-        """Return the slower of both, at the peak of the chip and of its links inside a slice."""
-        chip, shared = self._target.chip, self._target.devices_a_chip
+    def __init__(self, tokens: int, target: Target):
+        self._tokens, self._target = tokens, target
+        self._known: dict[str, tuple[float, float]] = {}  # by the policy of `remat`: FLOPs without idle stages, bytes
+
+    def of(self, setup: Setup) -> Bound:
+        """Return the bounds for the configuration of a setup on its mesh; its methods may be those of another."""
+        config, devices, chip = setup.config, setup.layout.mesh.size, self._target.chip
         busy = 1 if (schedule := setup.schedule()) is None else 1 - schedule.bubble
-        remat = (setup.config.pipeline or setup.config.compute).remat
-        if remat not in self._flops:
-            work = step_work(setup)
-            self._flops[remat] = busy * (work.flops - work.eight_bit_flops * (1 - 1 / EIGHT_BIT))
-        compute = self._flops[remat] / busy / setup.layout.mesh.size / chip.flops_per_second
-        return shared * max(compute, parameter_use(setup).sent / chip.link_bytes_per_second)
+        remat, microbatches = (config.pipeline or config.compute).remat, config.batch.microbatches
+        if remat not in self._known:
+            work = step_work(set_up(config, self._tokens, setup.layout.mesh))
+            flops = work.flops - work.eight_bit_flops * (1 - 1 / EIGHT_BIT)
+            self._known[remat] = busy * flops, microbatches * work.saved_bytes
+        flops, saved = self._known[remat]
+        compute = flops / busy / devices / chip.flops_per_second
+        seconds = self._target.devices_a_chip * max(compute, parameter_use(setup).sent / chip.link_bytes_per_second)
+        return Bound(seconds, tree_bytes(setup).state + int(saved / microbatches / devices))
 
 
 def ranked_candidates(setup: Setup, bounds: Bounds, left_out: Counter[str]) -> list[RankedCandidate]:
@@ -203,7 +218,7 @@ def ranked_candidates(setup: Setup, bounds: Bounds, left_out: Counter[str]) -> l
     for values in product(*(list(key.values(setup)) for key in keys)):
         candidate = Candidate((*mesh, *zip((key.name for key in keys), values, strict=True)))
         try:
-            found.append(RankedCandidate(candidate, bounds.seconds(changed_setup(setup, candidate))))
+            found.append(RankedCandidate(candidate, *bounds.of(changed_setup(setup, candidate))))
         except UserError as error:
             if setup.config.pipeline is None:  # numbers of a pipeline are combined without regard to one another
                 left_out[str(error)] += 1
@@ -235,14 +250,14 @@ def changes(setup: Setup, tokens: int, bounds: Bounds) -> list[list[Change]]:
     A key's other values have a bound that is not lower, and no transfers to the host. Devices move to an axis that
     splits more.
     """
-    now, least, found = candidate_of(setup), bounds.seconds(setup), []
+    now, least, found = candidate_of(setup), bounds.of(setup).seconds, []
     for key in keys_of(setup.config):
         kind = []
         for value in key.values(setup):
             if value != now[key.name] and value not in TO_HOST:
                 with suppress(UserError):
                     changed = changed_setup(setup, now.changed(key.name, value))
-                    kind.append((bounds.seconds(changed), {key.name: value}, changed.config))
+                    kind.append((bounds.of(changed).seconds, {key.name: value}, changed.config))
         found.append([each for each in kind if each[0] >= least])
     found.append(list(_on_meshes(setup, tokens, bounds)))
     return [[(keys, config) for _, keys, config in sorted(kind, key=lambda each: each[0])] for kind in found]
@@ -258,7 +273,7 @@ def _on_meshes(setup: Setup, tokens: int, bounds: Bounds) -> Iterator[tuple[floa
             config = replace(setup.config, mesh=replace(setup.config.mesh, **{**sizes, **moved}))
             with suppress(UserError):
                 own = set_up(config, tokens, make_mesh(config.mesh, list(setup.layout.mesh.devices.flat)))
-                yield bounds.seconds(own), {f"mesh.{axis}": size for axis, size in moved.items()}, config
+                yield bounds.of(own).seconds, {f"mesh.{axis}": size for axis, size in moved.items()}, config
             factor *= 2
 
 

@@ -44,7 +44,8 @@ MAX_OF_A_KIND = 3  # compiled changes of one kind, until one fits
 SHOWN_REMEDIES = 3
 UNROLLED = 2  # layers to unroll in the best candidate, if the compiler reports overlap
 PROCESSES = max(1, min(4, os.cpu_count() or 1))  # that compile at the same time
-RULE = "the shortest step by the schedule of the compiled candidates that fit"
+ALIKE = 1.01  # steps whose times differ by no more than this factor take the same time
+RULE = "the shortest step by the schedule of the compiled candidates that fit; within 1% of it, the configured one"
 SPLITTING = ("mesh.stage", "mesh.context", "mesh.model")  # axes that add transfers of activations
 
 
@@ -171,7 +172,7 @@ def search(config: TrainConfig, compiler: Compiler) -> Found:
         known.ask(asked)
     if known.fitting and not target.simulated:
         left_out += known.ask_unrolled(known.fitting[0])
-    best, answers = next(iter(known.fitting), None), dict(known.answers)
+    best, answers = known.best(configured), dict(known.answers)
     return Found(
         ranked=[answers.pop(each.candidate, each) for each in ranked] + [*answers.values()],
         best=best,
@@ -188,7 +189,7 @@ def all_candidates(setup: Setup, tokens: int, target: Target, left_out: Counter[
 
     Of equal bounds the first has the present mesh, and then the one that splits less, in fewer microbatches.
     """
-    now, bounds = candidate_of(setup), Bounds(target)
+    now, bounds = candidate_of(setup), Bounds(tokens, target)
     found = [each for one in setups(setup, tokens, left_out) for each in ranked_candidates(one, bounds, left_out)]
 
     def order(each: RankedCandidate) -> tuple:
@@ -214,14 +215,24 @@ class _Known:
         """Return the candidates that fit, the fastest first."""
         return sorted((each for each in self.answers.values() if each.fits), key=lambda each: each.seconds or 0.0)
 
+    def best(self, configured: Candidate) -> RankedCandidate | None:
+        """Return the fastest candidate that fits, or the configured one if it is as fast; None: no one fits."""
+        fastest, own = next(iter(self.fitting), None), self.answers.get(configured)
+        if fastest is None or own is None or not own.fits:
+            return fastest
+        return own if (own.seconds or 0.0) <= ALIKE * (fastest.seconds or 0.0) else fastest
+
     def most_promising(self, ranked: Iterable[RankedCandidate]) -> list[RankedCandidate]:
         """Return the next candidates to compile: none if enough fit and no other promises more, or at the limit."""
         count = min(self.compiler.processes, MAX_COMPILED - len(self.answers))
         others = [each for each in ranked if each.candidate not in self.answers]
-        best = self.fitting[0].seconds if len(self.fitting) >= ENOUGH else None
-        expected = sorted(((self._is_doubtful(each), self._expected(each), index) for index, each in enumerate(others)))
-        found = [others[index] for _, seconds, index in expected if best is None or seconds < best]
+        every = ((self._is_doubtful(each), self._expected(each), number) for number, each in enumerate(others))
+        found = [others[number] for doubtful, seconds, number in sorted(every) if self._promises(doubtful, seconds)]
         return found[: max(0, count)]
+
+    def _promises(self, doubtful: bool, seconds: float) -> bool:
+        fitting = self.fitting
+        return len(fitting) < ENOUGH or (not doubtful and seconds < (fitting[0].seconds or 0.0))
 
     def _expected(self, each: RankedCandidate) -> float:
         """Return the bound and what compiled candidates add to it whose mesh splits no more, or else the least."""
@@ -235,7 +246,12 @@ class _Known:
         return each.bound_seconds + max([min((more for more, _ in added), default=0.0), *like])
 
     def _is_doubtful(self, each: RankedCandidate) -> bool:
-        """Return whether a candidate on the same mesh does not fit, with as many microbatches, and no lower bound."""
+        """Return whether the bound of a candidate's peak does not fit, or a candidate that may need less does not.
+
+        It is on the same mesh, with as many microbatches, and no lower bound of its time.
+        """
+        if each.bound_bytes > self.compiler.target.memory_bytes:
+            return True
         mine = dict(each.candidate.settings)
         mesh = [key for key in mine if key.startswith("mesh.")]
         for other in self.answers.values():
@@ -281,7 +297,7 @@ def remedies(plan: Plan, compiler: Compiler) -> list[Remedy]:
             peak, time_ = compiler.peak(own), compiler.seconds(own) / seconds
             found.append((Remedy(flags(change[0]), peak, peak <= own.memory_bytes, time_), kind, change))
 
-    kinds = dict(enumerate(changes(plan.setup, compiler.tokens, Bounds(plan.target))))
+    kinds = dict(enumerate(changes(plan.setup, compiler.tokens, Bounds(compiler.tokens, plan.target))))
     for number in range(MAX_OF_A_KIND):
         done = {kind for remedy, kind, _ in found if remedy.fits}
         compiled([(kind, own[number]) for kind, own in kinds.items() if kind not in done and number < len(own)])

@@ -312,7 +312,7 @@ def _candidate_row(candidate: dict[str, Any], keys: list[str], report: dict[str,
     return (
         " x ".join(axes) or "1 device",
         *(str(settings[key]) for key in keys),
-        "-" if peak is None else size(peak),
+        f"> {size(candidate['bound_bytes'])}" if peak is None else size(peak),
         f"{above}{seconds or candidate['bound_seconds']:.4g} s",
         "-" if seconds is None else f"{candidate['tokens_per_second']:,.0f}",
         verdict + " *" * (settings == report["configured"]),
