@@ -48,9 +48,8 @@ class Work:
         return self.flops - self.hidden_flops
 
     def __add__(self, other: "Work") -> "Work":
-        own, unknown = ((vars(each)[name] for name in COUNTS) for each in (self, other)), self.unknown | other.unknown
-        sums = dict(zip(COUNTS, map(sum, zip(*own, strict=True)), strict=True))
-        return Work(**sums, saved_bytes=self.saved_bytes + other.saved_bytes, unknown=unknown)
+        sums = {name: vars(self)[name] + vars(other)[name] for name in (*COUNTS, "saved_bytes")}
+        return Work(**sums, unknown=self.unknown | other.unknown)
 
     def __mul__(self, times: float) -> "Work":
         return replace(self, **{name: times * vars(self)[name] for name in COUNTS}) if times else Work()

@@ -9,8 +9,9 @@ from math import prod
 from typing import Any, NamedTuple
 
 import yaml
+from jax.sharding import Mesh
 
-from gregale.axes.layout import make_mesh
+from gregale.axes.layout import make_mesh, slice_of
 from gregale.communication.pipeline import GATHER_LEVELS, SAVED
 from gregale.communication.reduce import rows_per_part
 from gregale.cost.chips import EIGHT_BIT
@@ -154,10 +155,10 @@ def _value(setup: Setup, name: str) -> Any:
     return value
 
 
-def meshes(setup: Setup) -> Iterator[dict[str, int]]:
-    """Yield all meshes of as many devices and replicas; with a pipeline, of at least two stages."""
-    sizes = dict(setup.layout.mesh.shape)
-    devices = setup.layout.mesh.size // sizes["island"] // sizes["replica"]
+def meshes(setup: Setup, replica: int) -> Iterator[dict[str, int]]:
+    """Yield all meshes of as many devices with this number of replicas; with a pipeline, of at least two stages."""
+    sizes = {**setup.layout.mesh.shape, "replica": replica}
+    devices = setup.layout.mesh.size // sizes["island"] // replica
     piped = setup.config.pipeline is not None
     for stage, context, model in product(_divisors(devices), repeat=3):
         if devices % (stage * context * model) == 0 and (stage > 1) == piped:
@@ -165,10 +166,13 @@ def meshes(setup: Setup) -> Iterator[dict[str, int]]:
             yield {**sizes, **dict(zip(MESH_AXES, own, strict=True))}
 
 
-def setups(setup: Setup, tokens: int, left_out: Counter[str]) -> Iterator[Setup]:
-    """Yield the setup on each mesh that the model and the batch divide, with one microbatch; count the others."""
+def setups(setup: Setup, tokens: int, left_out: Counter[str], replicas: Iterable[int] = ()) -> Iterator[Setup]:
+    """Yield the setup on each mesh that the model and the batch divide, with one microbatch; count the others.
+
+    - `replicas`: sizes of `mesh.replica` instead of the present one
+    """
     devices = list(setup.layout.mesh.devices.flat)
-    for sizes in meshes(setup):
+    for sizes in (each for count in replicas or (setup.layout.replicas,) for each in meshes(setup, count)):
         config = replace(setup.config, mesh=replace(setup.config.mesh, **sizes))
         config = replace(config, batch=replace(config.batch, microbatches=1))
         if config.pipeline is not None:
@@ -190,12 +194,14 @@ class Bounds:
     """Lower bounds of steps, in what settings of a search differ.
 
     Time is that of products, or of the transfers of parameters if they take longer, at the peak of the chip and of its
-    links inside a slice. A device holds its state, and its share of what the backward pass needs.
+    links inside a slice. A device holds its state, weights that are gathered once, and its share of what the backward
+    pass needs.
     """
 
     def __init__(self, tokens: int, target: Target):
         self._tokens, self._target = tokens, target
         self._known: dict[str, tuple[float, float]] = {}  # by the policy of `remat`: FLOPs without idle stages, bytes
+        self._states: dict[Mesh, int] = {}  # bytes of a device's state
 
     def of(self, setup: Setup) -> Bound:
         """Return the bounds for the configuration of a setup on its mesh; its methods may be those of another."""
@@ -207,9 +213,12 @@ class Bounds:
             flops = work.flops - work.eight_bit_flops * (1 - 1 / EIGHT_BIT)
             self._known[remat] = busy * flops, microbatches * work.saved_bytes
         flops, saved = self._known[remat]
-        compute = flops / busy / devices / chip.flops_per_second
-        seconds = self._target.devices_a_chip * max(compute, parameter_use(setup).sent / chip.link_bytes_per_second)
-        return Bound(seconds, tree_bytes(setup).state + int(saved / microbatches / devices))
+        compute, use = flops / busy / devices / chip.flops_per_second, parameter_use(setup)
+        seconds = self._target.devices_a_chip * max(compute, use.sent / chip.link_bytes_per_second)
+        mesh = setup.layout.mesh
+        if mesh not in self._states:
+            self._states[mesh] = tree_bytes(setup).state
+        return Bound(seconds, self._states[mesh] + use.held + int(saved / microbatches / devices))
 
 
 def ranked_candidates(setup: Setup, bounds: Bounds, left_out: Counter[str]) -> list[RankedCandidate]:
@@ -277,18 +286,23 @@ def _on_meshes(setup: Setup, tokens: int, bounds: Bounds) -> Iterator[tuple[floa
             factor *= 2
 
 
-def together(given: Iterable[Change], config: TrainConfig) -> Change | None:
-    """Return several single changes of a configuration as one, of a key the first; None if there are fewer than two."""
-    settings: dict[str, Any] = {}
-    given = list(given)
-    for keys, changed in given:
-        if not settings.keys() & keys.keys():
-            settings |= keys
-            for section in {key.partition(".")[0] for key in keys}:
-                names = [key.partition(".")[2] for key in keys if key.startswith(f"{section}.")]
-                values = {name: getattr(getattr(changed, section), name) for name in names}
-                config = replace(config, **{section: replace(getattr(config, section), **values)})
-    return (settings, config) if len(given) > 1 else None
+def on_other_meshes(setup: Setup, tokens: int, bounds: Bounds) -> list[Change]:
+    """Return for each mesh, and those with devices of `replica`, the settings with the smallest bound of the peak.
+
+    They are with the most microbatches, in the order of their bounds of time. Nothing that is the setup's own.
+    """
+    now, own = candidate_of(setup), setup.layout.mesh.shape
+    slices = len({slice_of(device) for device in setup.layout.mesh.devices.flat})
+    replicas = [each for each in range(own["replica"], 0, -1) if own["replica"] % each == 0 and each % slices == 0]
+    found = []
+    for other in setups(setup, tokens, Counter(), replicas):
+        every = ranked_candidates(other, bounds, Counter())
+        least = min(every, key=lambda each: (each.bound_bytes, -each.candidate[MICROBATCHES]), default=None)
+        if least is not None:
+            sizes = {f"mesh.{axis}": size for axis, size in other.layout.mesh.shape.items() if size != own[axis]}
+            changed = {key: value for key, value in least.candidate.settings if value != dict(now.settings).get(key)}
+            found.append((least.bound_seconds, {**sizes, **changed}, least.candidate.of(other.config)))
+    return [(keys, config) for _, keys, config in sorted(found, key=lambda each: each[0]) if keys]
 
 
 def flags(settings: dict[str, Any]) -> str:

@@ -82,10 +82,12 @@ class ParameterUse:
 
     - `sent`: bytes that a device sends inside a replica
     - `memory`: bytes that it reads of weights in use and writes of their gradients, beyond its share of them
+    - `held`: bytes of weights that it holds from the begin of the step to its end, if they are gathered once
     """
 
     sent: float
     memory: float
+    held: int
 
 
 def parameter_use(setup: Setup) -> ParameterUse:
@@ -94,14 +96,16 @@ def parameter_use(setup: Setup) -> ParameterUse:
     width = jnp.dtype(DTYPES[config.compute.dtype]).itemsize
     trained, frozen = named_arrays(trainable(setup.model)), weights_of(setup.frozen)
     microbatches = config.batch.microbatches
-    gathers = 1 if config.compute.gather == "per_step" else 2 * microbatches
-    sent = memory = 0.0
+    per_step = config.compute.gather == "per_step"
+    gathers = 1 if per_step else 2 * microbatches
+    sent = memory = held = 0.0
     for weights, passes in ((trained, gathers + microbatches), (frozen, gathers)):
         for weight in weights:
             used, others = in_use(layout, weight)
             sent += passes * width * used * (others - 1) / others
             memory += 3 * microbatches * width * (used - weight.size / layout.mesh.size)
-    return ParameterUse(sent, memory)
+            held += width * used * per_step
+    return ParameterUse(sent, memory, int(held))
 
 
 def in_use(layout: Layout, weight: NamedArray) -> tuple[int, int]:

@@ -26,9 +26,9 @@ from gregale.programs.plan.candidates import (
     candidate_of,
     changes,
     flags,
+    on_other_meshes,
     ranked_candidates,
     setups,
-    together,
 )
 from gregale.programs.plan.devices import Target
 from gregale.programs.plan.estimates import devices_of_a_replica
@@ -41,6 +41,7 @@ from gregale.runs.config import TrainConfig
 ENOUGH = 3  # candidates that fit
 MAX_COMPILED = 24
 MAX_OF_A_KIND = 3  # compiled changes of one kind, until one fits
+MAX_MESHES = 8  # compiled changes of several keys, until one fits
 SHOWN_REMEDIES = 3
 UNROLLED = 2  # layers to unroll in the best candidate, if the compiler reports overlap
 PROCESSES = max(1, min(4, os.cpu_count() or 1))  # that compile at the same time
@@ -285,28 +286,29 @@ class _Known:
 def remedies(plan: Plan, compiler: Compiler) -> list[Remedy]:
     """Return the cheapest compiled changes that need less memory: fitting ones first, by step time.
 
-    Of each kind of single change it compiles some, the cheapest first, until one fits. If none fits, it compiles those
-    that need the least, together.
+    Of each kind of single change it compiles some, the cheapest first, until one fits. If none fits, it changes several
+    keys together, on one mesh after another.
     """
-    now, seconds = compiler.peak(plan), compiler.seconds(plan)
-    found: list[tuple[Remedy, int, Change]] = []
+    setup, now, seconds = plan.setup, compiler.peak(plan), compiler.seconds(plan)
+    bounds, found = Bounds(compiler.tokens, plan.target), list[tuple[Remedy, int]]()
 
     def compiled(some: Sequence[tuple[int, Change]]) -> None:
         plans = compiler.plans([(flags(keys), config) for _, (keys, config) in some])
-        for (kind, change), own in zip(some, plans, strict=True):
-            peak, time_ = compiler.peak(own), compiler.seconds(own) / seconds
-            found.append((Remedy(flags(change[0]), peak, peak <= own.memory_bytes, time_), kind, change))
+        for (kind, (keys, _)), own in zip(some, plans, strict=True):
+            peak = compiler.peak(own)
+            remedy = Remedy(flags(keys), peak, peak <= own.memory_bytes, compiler.seconds(own) / seconds)
+            found.append((remedy, kind))
 
-    kinds = dict(enumerate(changes(plan.setup, compiler.tokens, Bounds(compiler.tokens, plan.target))))
+    kinds = dict(enumerate(changes(setup, compiler.tokens, bounds)))
     for number in range(MAX_OF_A_KIND):
-        done = {kind for remedy, kind, _ in found if remedy.fits}
+        done = {kind for remedy, kind in found if remedy.fits}
         compiled([(kind, own[number]) for kind, own in kinds.items() if kind not in done and number < len(own)])
-    if not any(remedy.fits for remedy, *_ in found):
-        least = sorted((each for each in found if each[0].peak_bytes < now), key=lambda each: each[0].peak_bytes)
-        joined = together([change for *_, change in least], plan.setup.config)
-        compiled([] if joined is None else [(-1, joined)])
-    smaller = [remedy for remedy, *_ in found if remedy.peak_bytes < now]
-    return sorted(smaller, key=cost)[:SHOWN_REMEDIES]
+    others = [] if any(remedy.fits for remedy, _ in found) else on_other_meshes(setup, compiler.tokens, bounds)
+    for first in range(0, min(len(others), MAX_MESHES), compiler.processes):
+        if not any(remedy.fits for remedy, _ in found):
+            compiled([(-1, each) for each in others[first : first + compiler.processes]])
+    smaller = {remedy.change: remedy for remedy, _ in found if remedy.peak_bytes < now}
+    return sorted(smaller.values(), key=cost)[:SHOWN_REMEDIES]
 
 
 def cost(remedy: Remedy) -> tuple:
