@@ -12,6 +12,7 @@ import jax
 # Loops that in practice never run: over rounds of an exchange after the first, which even routing fills, and for a sum
 # that is out of range.
 FURTHER_ROUNDS, AGAIN = "further_rounds", "largest_logit_again"
+SUM = "sum_by_product"  # of products that only add numbers up, which count no FLOPs
 _TIMES, _SHARE = re.compile(r"runs_(\d+)_times"), re.compile(r"sees_(\d+)_of_(\d+)")
 
 

@@ -29,7 +29,7 @@ MAPPINGS = ("compute", "params", "opt_state")
 TENSOR_PARALLEL = ("heads", "kv_heads", "mlp", "vocab")
 BETWEEN_REPLICAS = (ISLAND, REPLICA)
 MeshAxes = list[str] | str | None
-EXCHANGED, AUTO = "data", "auto"  # of experts in `compute`; auto: closed forms choose
+EXCHANGED, AUTO = "data", "auto"  # of experts in `compute`; auto: their bytes choose
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import jax.extend as jex
 from jax.interpreters import partial_eval
 
 from gregale.cost.pallas_cost import attention_flops
-from gregale.scopes import seen_share, times_of, visible
+from gregale.scopes import SUM, seen_share, times_of, visible
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,8 @@ def _bytes(variables: Iterable[Any]) -> float:
 
 def _product(equation: Any, flops: float, scopes: Scopes) -> Work:
     widths = [each.aval.dtype.itemsize for each in equation.invars if len(each.aval.shape) > 1]
-    hidden = 1 - seen_share("/".join(scopes))
+    names = "/".join(scopes)
+    hidden, flops = 1 - seen_share(names), 0.0 if SUM in names else flops
     moved = _bytes([*equation.invars, *equation.outvars])
     narrow = 1 in widths if equation.primitive.name == "pallas_call" else widths.count(1) > 1
     return Work(flops, hidden * flops, flops if narrow else 0.0, moved)

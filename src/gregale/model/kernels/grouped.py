@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gregale.scopes import runs
+from gregale.scopes import SUM, runs
 
 LARGEST_BLOCK = 128
 FUSED = 2048  # contracted values, all of which a kernel has in its memory
@@ -138,7 +138,8 @@ def sums_of_groups(rows: jax.Array, sizes: jax.Array) -> jax.Array:
     place, ends = jnp.arange(rows.shape[0])[:, None], jnp.cumsum(sizes)
     held = (place >= ends - sizes) & (place < ends)
     kept = jnp.where(place < ends[-1], rows, 0)
-    sums = jnp.einsum("rg,rn->gn", held.astype(rows.dtype), kept, preferred_element_type=jnp.float32)
+    with jax.named_scope(SUM):
+        sums = jnp.einsum("rg,rn->gn", held.astype(rows.dtype), kept, preferred_element_type=jnp.float32)
     return sums.astype(rows.dtype)
 
 

@@ -106,7 +106,7 @@ def experts_line(found: dict[str, Any]) -> str:
         return f"{place}: {found['refused']}" if found[place] is None else f"{place} {size(found[place])}"
 
     place, other = ("gathered", "exchanged") if found["place"] == "gathered" else ("exchanged", "gathered")
-    why = "which sends less" if found["auto"] else "as configured"
+    why = "by the rule of bytes" if found["auto"] else "as configured"
     return (
         f"Experts: {place}, {why}. A device sends in a step, with one round of an exchange (more depend on the "
         f"routing): {figures(place)}; {figures(other)}"
