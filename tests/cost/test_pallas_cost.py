@@ -7,6 +7,7 @@ import pytest
 from gregale.cost.chips import chip
 from gregale.cost.hlo import parse, walk
 from gregale.cost.pallas_cost import (
+from gregale.scopes import visible
     PRODUCTS,
     TABLE,
     Kernel,
@@ -15,7 +16,6 @@ from gregale.cost.pallas_cost import (
     grouped_of,
     kernel_of,
     quantising_of,
-    visible,
 )
 
 HEADS, HEAD_SIZE = 2, 128  # of the stored program's kernels of two blocks of 128, padded to a vector's lanes

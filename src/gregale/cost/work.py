@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
+import jax
 import jax.extend as jex
 from jax.interpreters import partial_eval
 
@@ -138,7 +139,8 @@ def _size(variable: Any) -> int:
 
 
 def _bytes(variables: Iterable[Any]) -> float:
-    return sum(_size(each) * each.aval.dtype.itemsize for each in variables if hasattr(each.aval, "dtype"))
+    arrays = (each for each in variables if isinstance(each.aval, jax.core.ShapedArray))  # others are tokens
+    return sum(_size(each) * each.aval.dtype.itemsize for each in arrays)
 
 
 def _product(equation: Any, flops: float, scopes: Scopes) -> Work:
