@@ -7,7 +7,6 @@ import pytest
 from gregale.cost.chips import chip
 from gregale.cost.hlo import parse, walk
 from gregale.cost.pallas_cost import (
-from gregale.scopes import visible
     PRODUCTS,
     TABLE,
     Kernel,
@@ -17,6 +16,7 @@ from gregale.scopes import visible
     kernel_of,
     quantising_of,
 )
+from gregale.scopes import visible
 
 HEADS, HEAD_SIZE = 2, 128  # of the stored program's kernels of two blocks of 128, padded to a vector's lanes
 CHIP = replace(chip("v5e"), flops_per_second=1e12)
