@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 
 import pytest
@@ -111,6 +111,22 @@ def test_all_members_get_the_same_view_with_everybodys_header(fleet):
     fleet.members.pop("b").close()
     header = {"text": "x" * 100_000, "nested": {"list": [1, None, "é", 2.5]}}
     assert headers_in(fleet.members["a"].ask(header, 1)) == [{**header, "name": "a"}]
+
+
+def test_an_island_passes_a_record_on_to_the_coordinators_that_lack_it(fleet, tmp_path):
+    paths = [records_beside(tmp_path / name) for name in "xyz"]
+    header, record = {"agreement": "the run", "round": 7, "digest": "last"}, (7, "last")
+    with ExitStack() as stack:
+        lighthouses = [stack.enter_context(closing(Lighthouse("127.0.0.1:0", TOKEN, kept=path))) for path in paths]
+        addresses = [each.address for each in lighthouses]
+        with closing(CoordinatorClient(addresses[1], "a", TOKEN, TIMING)) as a:  # it reaches this one alone, and ends
+            a.ask(header, 1)
+            a.saved = record
+            fleet.wait_until(paths[1].exists)
+        late = stack.enter_context(closing(CoordinatorClient(addresses, "late", TOKEN, TIMING)))
+        ThreadPoolExecutor(1).submit(late.ask, {**header, "round": -1, "digest": "seed"}, 1)
+        fleet.wait_until(lambda: all(list(read_records(path).values()) == [record] for path in paths))
+        assert late.saved is None
 
 
 def test_a_last_state_is_recorded_once_and_outlives_the_coordinator(tmp_path):
