@@ -8,7 +8,7 @@ from gregale.islands.driver import newest
 from gregale.islands.hosts import FetchedState, HostGroup, HostWorker, Timeouts
 from gregale.islands.outer import HostOuter
 from gregale.islands.protocol.messages import Generation, OuterRecord, Peer, seed
-from gregale.islands.transport.server import Server
+from gregale.islands.transport.server import Endpoint, Server
 from gregale.islands.transport.transfer import TransferFailed
 from gregale.methods.schedule import Schedule
 from gregale.training.state import initial_state
@@ -26,7 +26,7 @@ def make():
     def one() -> HostWorker:
         outer = HostOuter(on_one_device(SCHEDULE))
         outer.begin(initial_state(outer.island, Net.init).method.psdp.parameters)
-        server = Server("127.0.0.1", TOKEN, dict)
+        server = Server(Endpoint("127.0.0.1"), TOKEN, dict)
         made.append(HostWorker(outer, SCHEDULE, server, TOKEN, Timeouts(20.0, 20.0)))
         return made[-1]
 

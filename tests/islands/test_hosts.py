@@ -37,7 +37,7 @@ from gregale.islands.trainer_command import (
     SendMessage,
 )
 from gregale.islands.transport.group import Count, GroupFailed
-from gregale.islands.transport.server import Server
+from gregale.islands.transport.server import Endpoint, Server
 from gregale.islands.transport.transfer import TransferFailed
 from gregale.methods.schedule import Schedule
 
@@ -90,7 +90,7 @@ def island():
     """All hosts of two hosts, their workers, and the follower."""
     workers: Any = Recorded("0"), Recorded("1")
     hosts = HostGroup(workers[0], [RemoteHost(1)])
-    workers[0].server = server = Server("127.0.0.1", TOKEN, hosts.handle)
+    workers[0].server = server = Server(Endpoint("127.0.0.1"), TOKEN, hosts.handle)
     follower = Follower(workers[1], HostConnection(server.address, TOKEN, 1), PACE)
     follower.start()
     yield hosts, workers, follower
@@ -236,7 +236,7 @@ class Island:
         stack.callback(self.hands.close)
 
     def _worker(self, host: int) -> HostWorker:
-        server = Server("127.0.0.1", TOKEN, self._shown)
+        server = Server(Endpoint("127.0.0.1"), TOKEN, self._shown)
         expected = {name: (array.shape, array.dtype) for name, array in optimizer(host, 0).arrays.items()}
         outer: Any = SimpleNamespace(now=lambda: None)  # nobody asks it for anything else
         return HostWorker(outer, PACE.schedule, server, TOKEN, Timeouts(20.0, 20.0), host, expected)

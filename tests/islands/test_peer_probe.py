@@ -5,7 +5,7 @@ import threading
 
 from gregale.islands.driver import PeerProbe, dead_peers
 from gregale.islands.protocol.messages import Peer
-from gregale.islands.transport.server import Server
+from gregale.islands.transport.server import Endpoint, Server
 
 TOKEN = b"a token of the fleet"
 
@@ -13,7 +13,7 @@ TOKEN = b"a token of the fleet"
 def test_a_peer_that_accepts_connections_but_is_silent_is_named_and_the_group_dropped():
     """As a stopped process does."""
     dropped = threading.Event()
-    server = Server("127.0.0.1", TOKEN, dict)
+    server = Server(Endpoint("127.0.0.1"), TOKEN, dict)
     with socket.create_server(("127.0.0.1", 0)) as stopped:
         peers = {"lives": server.address, "stopped": f"127.0.0.1:{stopped.getsockname()[1]}"}
         with PeerProbe(peers, TOKEN, 0.6, dropped.set) as probe:
@@ -26,7 +26,7 @@ def test_a_peer_that_accepts_connections_but_is_silent_is_named_and_the_group_dr
 def test_a_busy_server_that_closes_a_probe_is_asked_again(monkeypatch):
     """As one does with the oldest connections when too many come at once."""
     answered, dropped = threading.Event(), threading.Event()
-    server = Server("127.0.0.1", TOKEN, dict, status=lambda: {"answered": answered.set()})
+    server = Server(Endpoint("127.0.0.1"), TOKEN, dict, status=lambda: {"answered": answered.set()})
     refused, process = [], server._http.process_request
 
     def busy(request, address) -> None:

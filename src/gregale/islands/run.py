@@ -46,7 +46,7 @@ from gregale.islands.steps import IslandResources, IslandSteps, StatusTracker
 from gregale.islands.trainer_command import RoundPacing
 from gregale.islands.transport.coordinator import CoordinatorClient, headers_of_fleet
 from gregale.islands.transport.lighthouse import NAME
-from gregale.islands.transport.server import Reach, Server
+from gregale.islands.transport.server import Endpoint, Server
 from gregale.islands.transport.tls import NEW_KEY, read_credentials
 from gregale.methods.schedule import Schedule
 from gregale.programs.command import Command
@@ -264,12 +264,11 @@ def join(run: PreparedRun, start: Start, token: bytes, status: StatusTracker, ru
     outer.begin(start.state.method.psdp.parameters)
     saved = run.checkpoints.metadata(start.step)["islands"] if start.step else None
     server = Server(
-        islands.bind,
+        Endpoint(islands.bind, address=islands.address, name=first_message(islands.own_name) or ""),
         token,
         status.on_message,
         status.status,
         lambda line: say(f"refused: {line}"),
-        reach=Reach(islands.address, first_message(islands.own_name) or ""),
     )
     record = seed(joint_digest(messages_of_all(outer.digest)))
     if saved is not None:

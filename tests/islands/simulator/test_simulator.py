@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.member import Member
 from gregale.islands.protocol.messages import WAN
 from tests.islands.simulator.invariants import BrokenError
@@ -36,9 +35,9 @@ class DividesByOldWeights(Member):
 class HealsFromStaleSource(Member):
     """Takes whatever a source gives for the state that it asked for."""
 
-    def _on_healed(self, event):
+    def _on_healed(self, outer):
         wanted = self._wanted
-        super()._on_healed(m.Healed(replace(event.outer, round=wanted.round, generation=wanted.generation)))
+        super()._on_healed(replace(outer, round=wanted.round, generation=wanted.generation))
 
 
 class AsksOnce(Member):

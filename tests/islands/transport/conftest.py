@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from gregale.islands.transport.server import Reach, Server
+from gregale.islands.transport.server import Endpoint, Server
 
 TOKEN = b"a token of the fleet"
 
@@ -17,8 +17,9 @@ def make_server() -> Iterator[Callable[..., Server]]:
 
     def make(token: bytes = TOKEN, bind: str = "127.0.0.1", **options) -> Server:
         lines: list[str] = []
-        reach = Reach(**{name: options.pop(name) for name in ("address", "name", "recipient") if name in options})
-        server = Server(bind, token, complain=lines.append, reach=reach, **{"on_message": dict, **options})
+        named = {name: options.pop(name) for name in ("address", "name", "recipient") if name in options}
+        endpoint = Endpoint(bind, **named)
+        server = Server(endpoint, token, complain=lines.append, **{"on_message": dict, **options})
         server.complaints = lines  # type: ignore[attr-defined]
         servers.append(server)
         return server

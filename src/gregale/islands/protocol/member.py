@@ -6,9 +6,7 @@ or the end of the grace -> RequestView -> `ViewReceived` -> Reduce -> `Reduced` 
 """
 
 import math
-import re
 from dataclasses import replace
-from typing import get_args
 
 from gregale.islands.protocol import decision as decisions
 from gregale.islands.protocol import messages as m
@@ -28,8 +26,6 @@ from gregale.islands.protocol.member_state import MOST_LINGERS, MemberState, Pen
 from gregale.islands.protocol.messages import NO_ROUND, AcceptedResult, Generation, OuterRecord, View
 from gregale.islands.protocol.outliers import NOT_FINITE
 
-HANDLERS = {kind: "_on" + re.sub("([A-Z])", r"_\1", kind.__name__).lower() for kind in get_args(m.Event)}
-
 
 class Member(MemberState):
     """The protocol of one island.
@@ -43,16 +39,52 @@ class Member(MemberState):
         """Return the actions that follow from `event`, in this order."""
         self._actions = []
         if not self._done:
-            getattr(self, HANDLERS[type(event)])(event)
+            self._take(event)
             self._renew_if_old()
             self._ask_if_needed()
         return self._actions
 
+    def _take(self, event: m.Event) -> None:
+        match event:
+            case m.Tick(now):
+                self._on_tick(now)
+            case m.RoundDue(round):
+                self._on_round_due(round)
+            case m.MessageReady():
+                self._on_message_ready(event)
+            case m.EarlyMessage(round):
+                self._on_early_message(round)
+            case m.ViewReceived(view):
+                self._on_view_received(view)
+            case m.ViewFailed(reason):
+                # The request may have been part of a view nevertheless: this member is no witness any more.
+                self._waiting_for, self._seen, self._error = False, 0, reason
+                self._retry_at = self._now + self._some_pause()
+            case m.Heartbeat():
+                self._on_heartbeat(event)
+            case m.Reduced():
+                self._on_reduced(event)
+            case m.ReduceFailed():
+                self._on_reduce_failed(event)
+            case m.Healed(outer):
+                self._on_healed(outer)
+            case m.HealFailed(reason):
+                self._end_healing()
+                self._heal_failed, self._retry_at = reason, self._now + self.timing.retry_seconds
+                self._do(m.LogLine(f"could not heal ({reason}); trying again"))
+            case m.PeersDead(identities):
+                self._dead |= identities
+            case m.Saved():
+                self.saved = self.outer.round, self.outer.fingerprint()
+                self._end_by = self._now + self.timing.linger_seconds
+            case m.Leave():
+                self._on_leave()
+
     def _do(self, *actions: m.Action) -> None:
         self._actions.extend(actions)
 
-    def _on_tick(self, event: m.Tick) -> None:
-        self._now = event.now
+    def _on_tick(self, now: float) -> None:
+        self._now = now
         if self._reducing and self._now >= self._reducing[1]:
             self._do(m.DropGroup())
             self._reduce_failed(())
@@ -69,11 +101,11 @@ class Member(MemberState):
             peers = recipients(self._peers, self._headers[self._me].hosts[0], self._pings)
             self._do(m.AnnounceRound(peers, self.outer.round))
 
-    def _on_round_due(self, event: m.RoundDue) -> None:
-        if event.round is not None and event.round > self.outer.round:
+    def _on_round_due(self, round: int | None) -> None:
+        if round is not None and round > self.outer.round:
             self._needs_view = True
-        elif event.round in (None, self.outer.round) and self.outer.round > NO_ROUND and not self.is_complete:
-            self._begin_round(own=event.round is None)
+        elif round in (None, self.outer.round) and self.outer.round > NO_ROUND and not self.is_complete:
+            self._begin_round(own=round is None)
 
     def _begin_round(self, own: bool) -> None:
         handover = self.handover
@@ -105,10 +137,10 @@ class Member(MemberState):
         """Return whether a reduce may use the message."""
         return bool(self._waiting_for or self._reducing or self._held)
 
-    def _on_early_message(self, event: m.EarlyMessage) -> None:
+    def _on_early_message(self, round: int) -> None:
         serves = self.handover.serves(self.outer.round)
         if not (serves and (self.handover.due or self._is_promised())):
-            self._request_message(event.round)
+            self._request_message(round)
 
     def _on_message_ready(self, event: m.MessageReady) -> None:
         self._count(event)
@@ -125,11 +157,6 @@ class Member(MemberState):
         if self.handover.snapshot is not None:
             self.handover.snapshot = replace(self.handover.snapshot, weight=0.0)
         self._do(m.Reset(self.others))
-
-    def _on_view_failed(self, event: m.ViewFailed) -> None:
-        # The request may have been part of a view nevertheless: this member is no witness any more.
-        self._waiting_for, self._seen, self._error = False, 0, event.reason
-        self._retry_at = self._now + self._some_pause()
 
     def _on_heartbeat(self, event: m.Heartbeat) -> None:
         self._hear(event.error, event.held)
@@ -174,9 +201,9 @@ class Member(MemberState):
         self._unreachable = tuple(sorted({name for names in tries for name in names}))
         self._changed_at = self._now if self._failures == 1 else self._changed_at
 
-    def _on_healed(self, event: m.Healed) -> None:
+    def _on_healed(self, outer: OuterRecord) -> None:
         self._end_healing()
-        wanted, outer = self._wanted, event.outer
+        wanted = self._wanted
         assert wanted is not None
         if (outer.round, outer.generation) < (wanted.round, wanted.generation):
             self._do(
@@ -201,20 +228,7 @@ class Member(MemberState):
         self._hold_time_before = self._hold_time()
         self._healing = False
 
-    def _on_heal_failed(self, event: m.HealFailed) -> None:
-        self._end_healing()
-        self._heal_failed = event.reason
-        self._retry_at = self._now + self.timing.retry_seconds
-        self._do(m.LogLine(f"could not heal ({event.reason}); trying again"))
-
-    def _on_peers_dead(self, event: m.PeersDead) -> None:
-        self._dead |= event.identities
-
-    def _on_saved(self, event: m.Saved) -> None:
-        self.saved = self.outer.round, self.outer.fingerprint()
-        self._end_by = self._now + self.timing.linger_seconds
-
-    def _on_leave(self, event: m.Leave) -> None:
+    def _on_leave(self) -> None:
         if self._leave_by is None:
             self._leave_by = self._now + self.timing.leave_seconds
             if self._healing or self.outer.round == NO_ROUND or self.is_complete:
@@ -222,11 +236,11 @@ class Member(MemberState):
             else:
                 self._begin_round(own=True)
 
-    def _on_view_received(self, event: m.ViewReceived) -> None:
+    def _on_view_received(self, view: View) -> None:
         if not self._waiting_for:
             return
         self._waiting_for = False
-        decision = decide(event.view, self.rules)
+        decision = decide(view, self.rules)
         self._hear()
         self._note_plan(decision)
         repeated, mine = self._note_asks(decision), decision.headers.get(self._me)
@@ -243,12 +257,12 @@ class Member(MemberState):
             self._vain_heals, self._hold_time_before = 0, 0.0
             self._needs_view = not (isinstance(decision.plan, Wait) and decision.plan.idle)
             if self.is_complete:
-                self._serve(any(header.healing for header in event.view.headers))
+                self._serve(any(header.healing for header in view.headers))
             if self.rules.majority:
                 self._electors, self._voter = decision.electors, self._me in decision.electors
                 if not self._voter and decision.headers.keys() >= set(self._electors):
                     self._group = tuple(peer for peer in decision.sources if peer.identity in self._electors)
-            self._follow(event.view, decision)
+            self._follow(view, decision)
         else:
             self._catch_up(decision)
 
