@@ -34,8 +34,7 @@ from gregale.islands.protocol.messages import (
     decode_all,
     unpack,
 )
-from gregale.islands.protocol.running_time import RunningTime
-from gregale.islands.protocol.stalls import Stalls
+from gregale.islands.protocol.stalls import RunningTime, Stalls
 from gregale.islands.protocol.trainer_side import TrainerSide
 from gregale.islands.state import DataLeases, InnerOptimizerState
 from gregale.islands.trainer_command import RoundPacing

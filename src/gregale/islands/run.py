@@ -29,8 +29,7 @@ from gregale.islands.hosts import Follower, HostConnection, HostGroup, HostWorke
 from gregale.islands.method import Island
 from gregale.islands.outer import HostOuter
 from gregale.islands.protocol.ledger import LeasePolicy, digest_of
-from gregale.islands.protocol.member import Member
-from gregale.islands.protocol.member_state import Identity
+from gregale.islands.protocol.member import Identity, Member
 from gregale.islands.protocol.messages import Columns, OuterRecord, Rules, heal_seconds, seed, timing_of, unpack
 from gregale.islands.protocol.trainer_side import REDUCES
 from gregale.islands.state import (

@@ -7,8 +7,7 @@ import pytest
 
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.decision import decide
-from gregale.islands.protocol.member import Member
-from gregale.islands.protocol.member_state import Identity, MemberState
+from gregale.islands.protocol.member import Identity, Member
 from gregale.islands.protocol.membership import Membership
 from gregale.islands.protocol.messages import LAN, NO_ROUND, Generation, Header, Rules, View, seed
 
@@ -453,7 +452,7 @@ def test_a_member_with_failing_reduces_pauses_for_a_time_that_doubles():
 def test_a_view_with_a_request_of_an_earlier_view_is_recognised():
     rng, islands = random.Random(0), "abcdefgh"
     numbers = dict.fromkeys(islands, 0)
-    members = {name: MemberState(Identity(name, "s", "", "", ()), seed(""), LAN, Rules()) for name in islands}
+    members = {name: Member(Identity(name, "s", "", "", ()), seed(""), LAN, Rules()) for name in islands}
     views = {name: set() for name in islands}
     repeats = 0
     for number in range(400):

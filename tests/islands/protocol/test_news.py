@@ -1,6 +1,6 @@
 """What a lighthouse tells of its fleet."""
 
-from gregale.islands.protocol.news import COMPILES, News
+from gregale.islands.protocol.stalls import COMPILES, News
 
 HERE = {"oslo": "s", "turin": "s"}
 

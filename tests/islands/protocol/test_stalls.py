@@ -8,8 +8,7 @@ import pytest
 
 from gregale.islands.protocol.handover import Handover
 from gregale.islands.protocol.messages import LAN, NO_ROUND, Rules, seed
-from gregale.islands.protocol.running_time import RunningTime
-from gregale.islands.protocol.stalls import Stalls
+from gregale.islands.protocol.stalls import RunningTime, Stalls
 
 
 @pytest.fixture

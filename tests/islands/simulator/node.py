@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.choice import Choice
-from gregale.islands.protocol.member import Member
-from gregale.islands.protocol.member_state import Identity
+from gregale.islands.protocol.member import Identity, Member
 from gregale.islands.protocol.membership import BEATS_PER_TIMEOUT, Record
 from gregale.islands.protocol.messages import NO_ROUND, OuterRecord, seed
 from gregale.islands.trainer_command import ApplyRound, LoadOuterState

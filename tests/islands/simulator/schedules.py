@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.decision import SPLIT_AFTER
-from gregale.islands.protocol.member import Member
-from gregale.islands.protocol.member_state import MOST_LINGERS
+from gregale.islands.protocol.member import MOST_LINGERS, Member
 from gregale.islands.protocol.messages import NO_ROUND, Timing
 from tests.islands.simulator.coordinator import POLL_SECONDS, Coordinator
 from tests.islands.simulator.invariants import BrokenError

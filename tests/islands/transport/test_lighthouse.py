@@ -228,7 +228,7 @@ def test_a_member_that_was_admitted_does_not_end_at_a_refusal(fleet):
 
 
 def test_reports_of_islands_are_printed_when_rounds_stop(fleet, monkeypatch):
-    monkeypatch.setattr("gregale.islands.protocol.news.FIRST_ROUND_SECONDS", 0.0)
+    monkeypatch.setattr("gregale.islands.protocol.stalls.FIRST_ROUND_SECONDS", 0.0)
     fleet.join("a")
     fleet.members["a"].report(4, "b is waited for")
     fleet.wait_for("s: b is waited for; alive, but not asking for a round: a.")

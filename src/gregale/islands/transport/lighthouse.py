@@ -21,8 +21,7 @@ from gregale.distributed.agreement import canonical
 from gregale.errors import UserError
 from gregale.islands.protocol.membership import MOST_RUNS, Ask, Formed, Membership, Record
 from gregale.islands.protocol.messages import FORMAT, pack, to_texts
-from gregale.islands.protocol.news import News
-from gregale.islands.protocol.running_time import RunningTime
+from gregale.islands.protocol.stalls import News, RunningTime
 from gregale.islands.transport.client import OUTWARDS, PeerUnreachable, RequestRejected, ask_status
 from gregale.islands.transport.listener import RateLimitedLines
 from gregale.islands.transport.server import Endpoint, Server
