@@ -17,12 +17,13 @@ waits until `gregale.distributed.liveness` ends the process.
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
+from itertools import chain
 from queue import Queue
 from threading import Condition, Lock, Thread
 from typing import Any, NamedTuple
@@ -48,7 +49,7 @@ from gregale.islands.transport.client import (
 from gregale.islands.transport.group import Count, Group, GroupFailed
 from gregale.islands.transport.link_rate import LinkRate
 from gregale.islands.transport.server import Server
-from gregale.islands.transport.transfer import Fetcher, ServedArray, Snapshot, TransferFailed
+from gregale.islands.transport.transfer import Fetcher, Snapshot, TransferFailed, VersionedArray
 from gregale.methods.schedule import Schedule
 
 Messages = Mapping[str, np.ndarray]
@@ -168,7 +169,6 @@ class HostWorker:
         return prepared.digest
 
     def commit(self, key: str, outer: OuterRecord) -> None:
-        """Commit a result, and serve it."""
         prepared, is_used = self._results.pop(key)
         self.outer.commit(prepared, outer.round)
         self._results.clear()
@@ -180,12 +180,10 @@ class HostWorker:
         self._results.pop(key, None)
 
     def meet(self, own: Sequence[str], others: Sequence[Sequence[str]], relay: str) -> None:
-        """Follow the addresses of a view: of this island's hosts, of the others' hosts, and of the coordinator."""
         peers = [hosts[self.host] for hosts in others if len(hosts) > self.host]
         self.server.paths.update(own[self.host], peers, relay)
 
     def drop_group(self) -> None:
-        """Drop the group; all its other members notice immediately."""
         with self._lock:
             group, self._group = self._group, None
         if group is not None:
@@ -194,8 +192,8 @@ class HostWorker:
     def publish(self, outer: OuterRecord) -> None:
         """Serve the current state under this record to healing islands."""
         self._record = outer
-        leaves = {name: ServedArray(held.array, held.version) for name, held in self.outer.leaves().items()}
-        self.server.outer.publish(Snapshot(outer.generation.number, outer.round, leaves, {"outer": outer.to_json()}))
+        facts = {"outer": outer.to_json()}
+        self.server.outer.publish(Snapshot(outer.generation.number, outer.round, self.outer.leaves(), facts))
 
     def fetch(self, sources: Sequence[Peer], settled: bool) -> FetchedState:
         """Fetch this host's shards of the state of peers; keep the own shards. Raises TransferFailed."""
@@ -215,7 +213,6 @@ class HostWorker:
             raise DigestMismatch(f"{', '.join(addresses)} sent an invalid state: {error}") from None
 
     def install(self, outer: OuterRecord) -> None:
-        """Adopt the last fetched state, and serve it under this record."""
         assert self._offered is not None
         self.outer.take_over(self._offered)
         self._offered = None
@@ -225,8 +222,7 @@ class HostWorker:
         self.publish(outer)
 
     def show(self, inner: InnerOptimizerState) -> None:
-        """Serve a copy of the inner optimizer's shards, replacing the previous copy."""
-        leaves = {name: ServedArray(array, inner.step) for name, array in inner.arrays.items()}
+        leaves = {name: VersionedArray(array, inner.step) for name, array in inner.arrays.items()}
         self.server.inner.publish(Snapshot(0, inner.step, leaves))
 
     def inherit(self, source: str) -> int:
@@ -238,7 +234,6 @@ class HostWorker:
         return fetched.offer.round
 
     def inherited(self) -> InnerOptimizerState | None:
-        """Return and clear the fetched shards of a peer's inner optimizer."""
         inner, self._inner = self._inner, None
         return inner
 
@@ -307,13 +302,11 @@ class RemoteHost:
         return answer
 
     def await_messages(self) -> None:
-        """Wait until the host has its messages of the round that was requested."""
         with self._changed:
             self._changed.wait_for(lambda: self._message_count or self._is_closed)
             self._message_count -= 1
 
     def await_copy(self, step: int, seconds: float) -> None:
-        """Wait until the host serves its inner optimizer after step `step` or later. Raises RequestRejected."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._copied_step >= step, seconds):
                 raise RequestRejected(f"host {self.number} has not copied its inner optimizer in time")
@@ -385,7 +378,6 @@ class HostConnection:
         return commands
 
     def close(self) -> None:
-        """Close the connection: nothing is sent or received any more."""
         self._is_closed = True
         with self._lock:
             self._sends.close()
@@ -433,7 +425,6 @@ class HostGroup:
         return self._own.server.paths.dial
 
     def meet(self, name: str, addresses: Mapping[str, tuple[str, ...]], relay: str) -> None:
-        """Follow the addresses of a view, by the names of islands; `name`: of this one; `relay`: of the coordinator."""
         met = addresses.get(name, ()), [hosts for other, hosts in addresses.items() if other != name], relay
         if met != self._met and len(met[0]) > len(self._others):
             self._met = met
@@ -441,7 +432,6 @@ class HostGroup:
             self._send("meet", *met)
 
     def ordered(self, order: TrainerCommand | None) -> None:
-        """Send a command to the trainers of all hosts (None: take a step)."""
         self._own.ordered(order)
         self._send("ordered", None if order is None else [type(order).__name__, *order])
 
@@ -450,7 +440,6 @@ class HostGroup:
         self._send("granted", first)
 
     def store_messages(self, number: int, messages: Messages) -> None:
-        """Store host 0's messages of a round; return when all hosts have theirs."""
         self._own.store_messages(number, messages)
         for host in self._others:
             host.await_messages()
@@ -483,7 +472,6 @@ class HostGroup:
         self._own.drop_group()
 
     def publish(self, outer: OuterRecord) -> None:
-        """Serve the unchanged state under another record."""
         self._own.publish(outer)
         self._send("publish", outer.to_json())
 
@@ -569,11 +557,9 @@ class HostGroup:
         return has_inner
 
     def show(self, inner: InnerOptimizerState) -> None:
-        """Serve host 0's shards of the inner optimizer."""
         self._own.show(inner)
 
     def await_copies(self, step: int) -> None:
-        """Wait until the other hosts serve their shards of this step too. Raises RequestRejected."""
         for host in self._others:
             host.await_copy(step, COPY_SECONDS)
 
@@ -581,7 +567,6 @@ class HostGroup:
         return self._own.inherited()
 
     def handle(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Answer a message of another host. Raises RequestRejected."""
         for host in self._others:
             if host.number == message.get("host"):
                 return host.handle(message)
@@ -672,7 +657,6 @@ class Follower:
     # Methods that the trainer calls, as on a driver.
 
     def order(self, starved: bool = False) -> TrainerCommand | None:
-        """Return the next command of host 0; wait for it."""
         del starved
         found = self._orders.get()
         if isinstance(found, UserError):
@@ -681,11 +665,9 @@ class Follower:
         return order
 
     def take(self) -> int | None:
-        """Return the first example of the next batch."""
         return self._grants.get()
 
     def message_sent(self, number: int, fetch_down: Callable[[], DeviceToHostCopy], used: int) -> None:
-        """Store this host's messages of a round."""
         del used
 
         def store(found: DeviceToHostCopy) -> None:
@@ -704,17 +686,14 @@ class Follower:
         """Do nothing: host 0 counts the steps."""
 
     def to_save(self, batches: int) -> dict[str, Any]:
-        """Return empty values: host 0 counts steps and examples, and holds the leases."""
         del batches
         return {"steps": 0, "holder": "", "used": 0}
 
     def used(self, batches: int) -> int:
-        """Return 0: host 0 counts the examples and reports them to the fleet."""
         del batches
         return 0
 
     def shown(self, inner: InnerOptimizerState) -> None:
-        """Serve this host's shards of the inner optimizer, and report that to host 0."""
         self._worker.show(inner)
         self._link.send({"shown": inner.step})
 
@@ -722,7 +701,6 @@ class Follower:
         return self._worker.inherited()
 
     def diverged(self) -> bool:
-        """Return False: host 0 decides, and a command follows."""
         return False
 
     def leave(self) -> None:
@@ -741,7 +719,7 @@ class Follower:
     # Commands of host 0.
 
     def _listen(self) -> None:
-        for message in self._received():
+        for message in chain.from_iterable(iter(self._link.receive, None)):
             arguments = message["with"]
             match message["do"]:
                 case "ordered":
@@ -768,10 +746,6 @@ class Follower:
                     self._worker.meet(*arguments)
                 case "drop_group":
                     self._worker.drop_group()
-
-    def _received(self) -> Iterator[dict[str, Any]]:
-        while (messages := self._link.receive()) is not None:
-            yield from messages
 
     def _reduce(self, key: str, number: int, members: list, weights: list[float], parts: list[int], name: str) -> str:
         return self._worker.reduce(Reduce(key, number, _peers(members), tuple(weights), tuple(parts)), name)

@@ -46,7 +46,6 @@ class IslandTraffic(JoiningCosts):
         return sum(self.bytes_sent(index) for index in self._fragments)
 
     def seconds(self, index: int, bytes_per_second: float) -> float:
-        """Return the time of a fragment's two phases over a host's link with this bandwidth each way."""
         return self.bytes_sent(index) / bytes_per_second
 
     def hiding_steps(self, number: int) -> int:

@@ -82,8 +82,6 @@ def shards_of(outer: HostOuter) -> str:
 
 @dataclass(frozen=True)
 class IslandOptions:
-    """Options of the command, beside the configuration."""
-
     fresh: bool = setting(False, "do not resume: set an existing run aside and join anew")
 
 
@@ -328,7 +326,6 @@ def join(run: PreparedRun, start: Start, token: bytes, status: StatusTracker, ru
 
 
 def note_stalled(run: RunDirectory, line: str | None) -> None:
-    """Write the reason why rounds have stopped, for `gregale watch`; ignore errors."""
     with suppress(OSError, StoreError):
         write_bytes(run.stalled, (line or "").encode())
 
@@ -359,7 +356,6 @@ def check_restored(record: OuterRecord, digest: str, folder: StoragePath) -> Out
 
 
 def check_stage(number: int, record: OuterRecord) -> None:
-    """Raise `UserError` if the fleet has begun other stages by this round than the configuration has."""
     if (begun := len(record.ledger.stages)) != number:
         raise UserError(
             f"stages: the fleet is in stage {begun + 1} after round {record.round}, but by this configuration in stage "

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from gregale.islands.protocol.handover import Handover
 from gregale.islands.protocol.messages import LAN, NO_ROUND, Rules, seed
 from gregale.islands.protocol.stalls import RunningTime, Stalls
+from gregale.islands.protocol.trainer_side import Handover
 
 
 @pytest.fixture

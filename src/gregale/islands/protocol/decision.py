@@ -204,12 +204,10 @@ class FormGroup:
         return advance(ledger, reports, rules.lease_policy)
 
     def sizes_after(self, sizes: tuple[Size, ...]) -> tuple[Size, ...]:
-        """Return the sizes of the last rounds, including this one."""
         return (*sizes, self.size)[-KEPT:] if self.size else sizes
 
     @property
     def identities(self) -> tuple[str, ...]:
-        """The identities of the members, in rank order."""
         return tuple(peer.identity for peer in self.members)
 
     @property
@@ -233,8 +231,6 @@ Plan = StartFleet | CommitAccepted | NewGeneration | Adopt | FormGroup | Wait
 
 @dataclass(frozen=True)
 class Decision:
-    """The decision that follows from a view."""
-
     plan: Plan  # for the members in `current`
     refused: dict[str, str]  # reasons by identity
     top: Header | None = None  # a header with the newest state; None: no member has a state
@@ -254,7 +250,6 @@ class Decision:
         return tuple(header.hosts[0] for header in self.headers.values() if header.hosts)
 
     def missing(self, group: tuple[Peer, ...]) -> tuple[Peer, ...]:
-        """Return the members of a group that are not in the view."""
         return tuple(peer for peer in group if peer.identity not in self.headers)
 
 

@@ -24,7 +24,6 @@ from gregale.islands.protocol.decision import (
     decide,
     recipients,
 )
-from gregale.islands.protocol.handover import Handover
 from gregale.islands.protocol.ledger import Ledger, advance, digest_of
 from gregale.islands.protocol.membership import BEATS_PER_TIMEOUT
 from gregale.islands.protocol.messages import (
@@ -39,6 +38,7 @@ from gregale.islands.protocol.messages import (
     View,
 )
 from gregale.islands.protocol.outliers import NOT_FINITE, median
+from gregale.islands.protocol.trainer_side import Handover
 
 EQUAL_STEPS = 1.1  # times the shortest step: the steps of islands that count as equally fast
 GRACE_STEPS = 1.5  # of the fastest member: others between two of their steps hand their messages over in time
@@ -229,7 +229,6 @@ class Member:
             self._request_message(self.outer.round)
 
     def _is_promised(self) -> bool:
-        """Return whether a reduce may use the message."""
         return bool(self._waiting_for or self._reducing or self._held)
 
     def _on_early_message(self, round: int) -> None:
@@ -249,7 +248,6 @@ class Member:
                 self._give_up_message()
 
     def _give_up_message(self) -> None:
-        """Set the message's weight to 0, and restart the island from the outer parameters."""
         if self.handover.snapshot is not None:
             self.handover.snapshot = replace(self.handover.snapshot, weight=0.0)
         self._do(m.Reset(self.others))
@@ -540,7 +538,6 @@ class Member:
         self.outer = replace(self.outer, generation=generation, round=round, voters=voters)
 
     def _drop_round(self) -> None:
-        """Discard everything that belongs to the current round."""
         self._drop_results()
         self._forget_round()
 
@@ -587,7 +584,6 @@ class Member:
 
     @property
     def _message(self) -> m.MessageReady | None:
-        """The message for the current round, if it is available."""
         return self.handover.snapshot if self.handover.serves(self.outer.round) else None
 
     @property
@@ -679,7 +675,6 @@ class Member:
 
     @property
     def _is_too_late(self) -> bool:
-        """Whether a closing round is decided without this member's message."""
         return self._is_closing and self.handover.due and not self.rules.lockstep and self._now >= self._grace_end
 
     def _grace(self) -> float:
@@ -752,7 +747,6 @@ class Member:
 
     @property
     def others(self) -> tuple[Peer, ...]:
-        """The other members of the newest round in which this member took part."""
         return tuple(peer for peer in self._group if peer.identity != self._me)
 
     @property
@@ -848,7 +842,6 @@ class Member:
         return ""
 
     def _exchange_reason(self) -> str:
-        """Return the exchange with peers that is in progress; empty if there is none."""
         if self._reducing:
             names = {peer.name for peer in self._reducing[0].members}
             before = self._committed.form.members if self._committed else ()

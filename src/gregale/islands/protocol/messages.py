@@ -93,7 +93,6 @@ class Rules:
         return self.closing + self.fragments[-1]
 
     def fragments_at(self, round: int) -> int:
-        """Return the number of fragments in the stage that the fleet is in after so many rounds."""
         return self.fragments[min(self.stage_at(round), len(self.fragments) - 1)]
 
     def stage_at(self, round: int) -> int:
@@ -139,7 +138,6 @@ def _read(text: str) -> Any:
 
 
 def unpack(columns: Columns, key: str) -> list[Any]:
-    """Return the value of a key in each object."""
     values, places = columns[key]
     return [values[place] for place in places]
 
@@ -235,7 +233,6 @@ class OuterRecord:
         return digest_of(*parts, self.sizes) if self.sizes else digest_of(*parts)
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON values, for a manifest or a checkpoint."""
         return asdict(self)
 
     @classmethod

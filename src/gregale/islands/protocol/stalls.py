@@ -7,10 +7,13 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping
 from statistics import median
+from typing import TYPE_CHECKING
 
-from gregale.islands.protocol.member import Member
 from gregale.islands.protocol.messages import NO_ROUND, OuterRecord
-from gregale.islands.protocol.trainer_side import TrainerSide
+
+if TYPE_CHECKING:  # a coordinator needs no JAX
+    from gregale.islands.protocol.member import Member
+    from gregale.islands.protocol.trainer_side import TrainerSide
 
 ROUNDS = 15  # in the median
 LATE = 3.0  # times the median
@@ -54,7 +57,6 @@ class Progress:
         return median(self._took) if self._took else None
 
     def note(self, round: int, now: float, is_usual: bool) -> bool:
-        """Record the newest reported round; return whether it is new."""
         if round <= self.round:
             return False
         if self.round > NO_ROUND and is_usual:
@@ -63,7 +65,6 @@ class Progress:
         return True
 
     def is_late(self, now: float, slack_seconds: float) -> bool:
-        """Return whether there was no round for three median times."""
         usual = self.usual_seconds
         return now - self.since > (FIRST_ROUND_SECONDS if usual is None else LATE * usual) + slack_seconds
 
@@ -80,7 +81,6 @@ class News:
         self._progress, self._is_stalled = Progress(0.0), False
 
     def report(self, name: str, round: int, stalled: str, now: float) -> list[str]:
-        """Record an island's committed round and its reason for a stall, if any."""
         self._reports[name], began = stalled, self._progress.since
         if not self._progress.note(round, now, not self._is_stalled):
             return []
@@ -145,7 +145,7 @@ class Stalls:
     Times are those of `RunningTime`.
     """
 
-    def __init__(self, member: Member, trainer: TrainerSide, compiles: Callable[[], bool] = lambda: False):
+    def __init__(self, member: "Member", trainer: "TrainerSide", compiles: Callable[[], bool] = lambda: False):
         self._member, self._trainer, self._compiles = member, trainer, compiles
         self._took: deque[float] = deque(maxlen=ROUNDS)
         self._since: float | None = None  # the last round, or the time at which the first one was due

@@ -83,7 +83,6 @@ def member_certificate(der: bytes) -> MemberCertificate:
 
 
 def signed_revocation(token: bytes, entry: str, count: int) -> str:
-    """Return the authority's signature of an entry (`revocations`) with a number."""
     return signing_key(token).sign(revocation_text(entry, count)).hex()
 
 

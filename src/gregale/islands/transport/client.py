@@ -186,7 +186,6 @@ def fill(target: memoryview, read: Callable[[memoryview], int]) -> None:
 
 
 def decompressed(content: bytes, largest: int) -> bytes:
-    """Return the first `largest` bytes of a compressed text."""
     return zlib.decompressobj().decompress(content, largest)
 
 

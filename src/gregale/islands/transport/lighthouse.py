@@ -261,7 +261,6 @@ class ReachedHosts:
 
 
 def records_beside(token_file: Path) -> Path:
-    """Return the path of a coordinator's file of complete runs."""
     return token_file.with_name(f"{token_file.name}.complete")
 
 

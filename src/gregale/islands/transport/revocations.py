@@ -32,7 +32,6 @@ Entry = tuple[int, str]
 
 
 def list_beside(path: Path) -> Path:
-    """Return the path of the list for a token or a key."""
     return path.with_name(f"{path.name}.revoked")
 
 
@@ -42,7 +41,6 @@ def lock_of(path: Path) -> Path:
 
 
 def new_entry(name: str) -> str:
-    """Return the entry of a new revocation of a name."""
     return f"{name}/{secrets.token_hex(8)}"
 
 

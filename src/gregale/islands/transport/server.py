@@ -118,7 +118,6 @@ class Handler(StreamRequestHandler):
         super().__init__(request, client_address, listener)
 
     def setup(self) -> None:
-        """Make the TLS handshake."""
         super().setup()
         self.connection.do_handshake()
         if not self.server.admit(self.connection):
@@ -293,7 +292,6 @@ class Groups:
             self._changed.notify_all()
 
     def find(self, key: str, seconds: float) -> Receive | None:
-        """Return the receiver of a group; wait for it."""
         with self._changed:
             self._changed.wait_for(lambda: key in self._receivers, seconds)
             return self._receivers.get(key)
