@@ -48,7 +48,8 @@ from gregale.islands.transport.group import Group, GroupFailed
 from gregale.islands.transport.lighthouse import NAME, Lighthouse
 from gregale.islands.transport.revocations import Revocations, list_beside, lock_of
 from gregale.islands.transport.tls import read_credentials, tls_contexts
-from tests.islands.transport.test_lighthouse import TIMING, WAIT_SECONDS
+from tests.islands.transport.conftest import WAIT_SECONDS, wait_until
+from tests.islands.transport.test_lighthouse import TIMING
 
 BEAT = {"format": FORMAT, "kind": "beat", "session": "s", "stalled": "", "round": -1, "here": True, "met": True}
 BEAT |= {"run": ""}
@@ -364,15 +365,6 @@ def test_a_key_and_a_list_of_an_earlier_version_hold_and_a_new_revocation_ends_t
         call(address, keys[1], message, 5.0)
     commanded(capsys, "key", "oslo", "--token_file", str(path), "--out", str(tmp_path / "new"))
     call(address, (tmp_path / "new").read_bytes(), message, 5.0)
-
-
-def wait_until(true: Callable[[], bool]) -> None:
-    until = threading.Event()
-    for _ in range(int(WAIT_SECONDS / 0.05)):
-        if true():
-            return
-        until.wait(0.05)
-    pytest.fail("not in time")
 
 
 def test_a_list_counts_signed_entries_alone_and_never_goes_back(token, tmp_path):

@@ -1,7 +1,6 @@
 """A host's server: what it answers to its fleet, and how it refuses everybody else."""
 
 import gc
-import json
 import os
 import socket
 import ssl
@@ -255,13 +254,3 @@ def test_token_files(tmp_path):
     path.write_text("short")
     with pytest.raises(UserError, match="has 5 bytes; at least 16"):
         read_token(path, "islands.token_file")
-
-
-def test_manifests_are_plain_json(make_server):
-    server = make_server()
-    server.outer.publish(Snapshot(2, 7, {"a": VersionedArray(np.zeros((2, 3), np.int8), 4)}, {"tokens": 5}))
-    manifest = get(server, "/manifest")
-    assert json.loads(json.dumps(manifest)) == manifest
-    leaf = manifest["leaves"]["a"]
-    assert (manifest["generation"], manifest["round"], manifest["facts"]) == (2, 7, {"tokens": 5})
-    assert (leaf["dtype"], leaf["shape"], leaf["bytes"], leaf["version"]) == ("int8", [2, 3], 6, 4)
