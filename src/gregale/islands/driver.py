@@ -698,7 +698,7 @@ class Driver:
         began, worker, sources = time.monotonic(), self.worker, action.sources
         is_whole = self.pace.schedule.fragments == 1  # then a round changes the whole state
         try:
-            outer = newest(lambda settled: worker.heal(sources, settled), is_whole, worker.timeouts.reduce)
+            outer = newest(lambda settled: worker.heal(sources, settled), is_whole, worker.timing.reduce_seconds)
             worker.inherit(sources)
             event = protocol.Healed(outer)
         except TransferFailed as error:

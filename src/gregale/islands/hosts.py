@@ -34,7 +34,7 @@ from gregale.distributed.agreement import canonical
 from gregale.errors import UserError
 from gregale.islands.network_reducer import Handle
 from gregale.islands.outer import HostOuter, OuterView, Prepared, ValidatedState
-from gregale.islands.protocol.messages import OuterRecord, Peer, Reduce
+from gregale.islands.protocol.messages import OuterRecord, Peer, Reduce, Timing
 from gregale.islands.state import Expected, InnerOptimizerState
 from gregale.islands.trainer_command import DeviceToHostCopy, RoundPacing, TrainerCommand, from_wire
 from gregale.islands.transport.client import (
@@ -54,13 +54,6 @@ from gregale.methods.schedule import Schedule
 
 Messages = Mapping[str, np.ndarray]
 COMMIT_SECONDS = 3.0  # from the end of a reduce to the view that commits it, as a joiner expects it
-
-
-class Timeouts(NamedTuple):
-    """Limits for waiting for other hosts, in seconds."""
-
-    reduce: float
-    heal: float
 
 
 class OuterSnapshot(NamedTuple):
@@ -105,7 +98,7 @@ class HostWorker:
     schedule: Schedule  # maps a round to its fragment
     server: Server  # serves this host's shards to peers
     token: bytes
-    timeouts: Timeouts
+    timing: Timing
     host: int = 0  # the index of this host in its island
     inner: Expected = field(default_factory=dict)  # shape and dtype of this host's shards of the inner optimizer
     count: Count = field(default_factory=Count)  # of the bytes of rounds and healing
@@ -136,7 +129,7 @@ class HostWorker:
 
     def reduce(self, action: Reduce, name: str) -> str:
         """Average a fragment, prepare its outer step, and return the new digest. Raises GroupFailed and NotFinite."""
-        self.server.outer.expect(self.timeouts.reduce)
+        self.server.outer.expect(self.timing.reduce_seconds)
         try:
             digest = self._reduce(action, name)
         except (GroupFailed, NotFinite):
@@ -154,11 +147,11 @@ class HostWorker:
         arguments = messages, action.weights
         try:
             if len(names) == 1:
-                reduced = reducer.reduce(*arguments, LocalLink(), error, self.timeouts.reduce)
+                reduced = reducer.reduce(*arguments, LocalLink(), error, self.timing.reduce_seconds)
             else:
                 link = self._joined(action.key, action.members, rank)
                 with self.rate.measured(link.streams):
-                    reduced = reducer.reduce(*arguments, link, error, self.timeouts.reduce, action.parts)
+                    reduced = reducer.reduce(*arguments, link, error, self.timing.reduce_seconds, action.parts)
         except GroupFailed:
             self.drop_group()
             raise
@@ -203,7 +196,7 @@ class HostWorker:
             self._fetcher = Fetcher(self.token, expected, held, self.server.paths.dial)
         addresses = [source.hosts[self.host] for source in sources]
         manifest = "/manifest/settled" if settled else "/manifest"
-        fetched = self._fetcher.fetch(addresses, self.timeouts.heal, manifest)
+        fetched = self._fetcher.fetch(addresses, self.timing.heal_seconds, manifest)
         self.count.received += fetched.received_bytes
         try:
             self._offered = self.outer.check(fetched.arrays, fetched.offer.versions)
@@ -229,7 +222,7 @@ class HostWorker:
         """Fetch the inner optimizer's shards from a peer's host; return its step count. Raises TransferFailed."""
         self._inner = None
         with closing(Fetcher(self.token, self.inner, dial=self.server.paths.dial)) as fetcher:
-            fetched = fetcher.fetch([source], self.timeouts.heal, "/manifest/inner")
+            fetched = fetcher.fetch([source], self.timing.heal_seconds, "/manifest/inner")
         self._inner = InnerOptimizerState(fetched.offer.round, fetched.arrays)
         return fetched.offer.round
 
@@ -248,7 +241,7 @@ class HostWorker:
         group.count = self.count
         with self._lock:
             self._group = (members, group)  # before it connects, so that `drop_group` can end that
-        group.connect(self.timeouts.reduce)
+        group.connect(self.timing.reduce_seconds)
         return group
 
     def _end_fetching(self) -> None:
@@ -406,7 +399,7 @@ class HostGroup:
     """
 
     def __init__(self, own: HostWorker, others: Sequence[RemoteHost] = (), wants_inner: bool = False):
-        self.timeouts, self.count = own.timeouts, own.count
+        self.timing, self.count = own.timing, own.count
         self.wants_inner, self._has_inner = wants_inner, False
         self._own, self._others = own, others
         self._met: tuple[Any, ...] = ()
@@ -484,7 +477,7 @@ class HostGroup:
 
         - `settled`: wait a few seconds for the end of the round that the peers are making
         """
-        until = time.monotonic() + self.timeouts.heal
+        until = time.monotonic() + self.timing.heal_seconds
         try:
             return self._fetch(sources, settled)
         except DigestMismatch as error:

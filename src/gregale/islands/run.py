@@ -25,12 +25,12 @@ from gregale.distributed.liveness import Elapsed, Phase
 from gregale.errors import UserError
 from gregale.islands.config import IslandsConfig, settings_of
 from gregale.islands.driver import Driver
-from gregale.islands.hosts import Follower, HostConnection, HostGroup, HostWorker, RemoteHost, Timeouts, joint_digest
+from gregale.islands.hosts import Follower, HostConnection, HostGroup, HostWorker, RemoteHost, joint_digest
 from gregale.islands.method import Island
 from gregale.islands.outer import HostOuter
 from gregale.islands.protocol.ledger import LeasePolicy, digest_of
 from gregale.islands.protocol.member import Identity, Member
-from gregale.islands.protocol.messages import Columns, OuterRecord, Rules, heal_seconds, seed, timing_of, unpack
+from gregale.islands.protocol.messages import Columns, OuterRecord, Rules, seed, timing_of, unpack
 from gregale.islands.protocol.trainer_side import REDUCES
 from gregale.islands.state import (
     DataLeases,
@@ -273,8 +273,7 @@ def join(run: PreparedRun, start: Start, token: bytes, status: StatusTracker, ru
         digest = joint_digest(messages_of_all(outer.digest))
         run_on_all(lambda: check_restored(record, digest, folder))
         check_stage(run.number, record)
-    timeouts = Timeouts(timing.reduce_seconds, heal_seconds(islands))
-    worker = HostWorker(outer, schedule, server, token, timeouts, host, expected(start.state.method.psdp))
+    worker = HostWorker(outer, schedule, server, token, timing, host, expected(start.state.method.psdp))
     if saved is not None:
         worker.publish(record)  # members behind it in a restarted fleet heal from it
     addresses, (first, *_) = (tuple(messages_of_all(each)) for each in (server.address, server.inside_address))

@@ -31,6 +31,7 @@ class Timing:
     leave_seconds: float = 20.0  # how long a leaver waits for its last round, and a closing round for a message
     hold_seconds: float = 2.0  # interval in which the coordinator confirms that it still holds a request
     network_seconds: float = 3.0  # the limit of a message to the coordinator and its reply
+    heal_seconds: float = 120.0  # the limit of a transfer of the state
 
     @property
     def gather_seconds(self) -> float:
@@ -58,19 +59,15 @@ WAN = Timing(
     retry_seconds=1.0,
     turnover_seconds=40.0,
     leave_seconds=180.0,
+    heal_seconds=1800.0,
 )
-HEAL_SECONDS = {"lan": 120.0, "wan": 1800.0}
-_KEYS = ("heartbeat_seconds", "grace_seconds", "reduce_seconds")
+_KEYS = ("heartbeat_seconds", "grace_seconds", "reduce_seconds", "heal_seconds")
 
 
 def timing_of(config: IslandsConfig) -> Timing:
     """Return the limits of the configured network, with the values that the user gave."""
     base = LAN if config.network == "lan" else WAN
     return replace(base, **{key: value for key in _KEYS if (value := getattr(config, key)) is not None})
-
-
-def heal_seconds(config: IslandsConfig) -> float:
-    return config.heal_seconds or HEAL_SECONDS[config.network]
 
 
 @dataclass(frozen=True)
