@@ -153,7 +153,6 @@ def folder_of(config: TrainConfig) -> Path:
 class Fleet:
     def __init__(self, options: IslandsOptions, config: TrainConfig, folder: Path, screen: Screen):
         self._options, self._folder, self._screen = options, folder, screen
-        self._islands = settings_of(config)
         self._token = folder / "token"
         make_token(self._token)
         if options.fresh:

@@ -78,11 +78,6 @@ class RoundPacing:
         return self.lockstep or self.schedule.delay == 0
 
     @property
-    def rounds(self) -> int:
-        """The number of rounds of the whole run."""
-        return self.closing + self.schedule.fragments
-
-    @property
     def closing(self) -> int:
         """The number of the first closing round."""
         return self.schedule.rounds(self.steps - 1)

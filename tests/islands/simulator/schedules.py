@@ -49,6 +49,16 @@ def run(
     return _demand_progress(world)
 
 
+def is_found(numbers: range, member_class: type[Member] = Member, coordinators: int = 1) -> bool:
+    """Return whether a planted mistake breaks an invariant in one of these schedules."""
+    try:
+        for number in numbers:
+            run(number, member_class, coordinators=coordinators)
+    except BrokenError:
+        return True
+    return False
+
+
 def begin(number: int, islands: int, timing: Timing | None, delay: float) -> tuple[float, float]:
     """Runs the beginning of a fleet that needs all its islands; others have died, and the coordinator knows only later.
 

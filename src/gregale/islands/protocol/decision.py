@@ -501,7 +501,10 @@ def _form(view: View, headers: list[Header], current: list[Header], rules: Rules
     if not any(weights):
         if all(header.starved for header in group):
             renewal = _split_generation(view, current, group, "no island has data left to train on")
-            return _proposed(view, renewal) if rules.majority else renewal
+            if not rules.majority:
+                return renewal
+            members = tuple(peer.identity for peer in renewal.members)  # they have to hold it before they begin it
+            return Adopt(AcceptedResult(renewal.generation.name, 0, "", members, members, view.stamp), renewal)
         return Wait("no island contributes a message", _names(group), idle=True)
     inside, stage = {header.identity for header in group}, rules.stage_at(current[0].round)
     return FormGroup(
@@ -536,12 +539,6 @@ def _split_generation(view: View, current: list[Header], members: Iterable[Heade
     voters = [header for header in members if header.voter]
     renewal = _generation(view, current, voters, None, False, reason)
     return replace(renewal, reports=tuple(_report(each) for each in current))
-
-
-def _proposed(view: View, renewal: NewGeneration) -> Adopt:
-    """Return a new generation as a result that its members have to hold before they begin it."""
-    members = tuple(peer.identity for peer in renewal.members)
-    return Adopt(AcceptedResult(renewal.generation.name, 0, "", members, members, view.stamp), renewal)
 
 
 def _reaching(current: list[Header], ballot: int, rules: Rules) -> list[Header]:
