@@ -405,6 +405,16 @@ def test_a_process_that_learns_an_entry_keeps_those_that_another_has_written(tok
     assert processes[1].of("rome") == {"": 1}
 
 
+def test_a_list_copied_over_another_one_replaces_no_entry_that_a_process_knows(token, tmp_path):
+    path = written(token, tmp_path / "token")
+    known = process_with(token, path)
+    for name in ("oslo", "rome"):
+        list_beside(path).write_text(json.dumps(entry(token, name)))
+        assert known.reload() == ""
+    assert (known.of("oslo"), known.of("rome")) == ({"": 1}, {"": 1})
+    assert list(process_with(token, path).to_json()) == ["oslo", "rome"]
+
+
 def test_a_list_that_could_not_be_read_is_read_again(token, tmp_path):
     known = process_with(token, path := tmp_path / "token")
     list_beside(path).write_text(json.dumps(entry(token, "oslo")))

@@ -57,6 +57,7 @@ class Revocations:
         self._entries: dict[str, Entry] = {}
         self._path: Path | None = None
         self._stamp: tuple[int, int, int] | None = None
+        self._is_lacking = False  # the file lacked entries when it was read
 
     def of(self, name: str) -> dict[str, int]:
         """Return the number of each entry of a name, by its ID; "" for the entry without one."""
@@ -76,14 +77,26 @@ class Revocations:
             raise UserError(complaint)
 
     def reload(self) -> str:
-        """Read the file again if it has changed; return a complaint if that fails."""
+        """Read the file again if it has changed; return a complaint if that fails.
+
+        If it lacks entries that are known, as a list from elsewhere was copied over it, they are added to it.
+        """
+        complaint = self._read()
+        if self._is_lacking:
+            self._is_lacking = False
+            with suppress(OSError, UserError), self.rewriting(durable=False):
+                pass
+        return complaint
+
+    def _read(self) -> str:
         if self._path is None:
             return ""
         try:
             status = os.stat(self._path)
             stamp = status.st_mtime_ns, status.st_size, status.st_ino
             if stamp != self._stamp:
-                self.merge(json.loads(self._path.read_bytes()))
+                self.merge(found := json.loads(self._path.read_bytes()))
+                self._is_lacking = found != self.to_json()
                 self._stamp = stamp  # only now: what fails is tried again
         except FileNotFoundError:  # nothing is revoked; what is known stays so
             return ""
@@ -115,7 +128,7 @@ class Revocations:
             except OSError as error:
                 if error.errno not in NO_LOCKS:
                     raise
-            if complaint := self.reload():
+            if complaint := self._read():
                 raise UserError(complaint)
             yield
             write_bytes(self._path, canonical(self.to_json()), durable)
