@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
-import jax
 import jax.extend as jex
+from jax.core import ShapedArray
 from jax.interpreters import partial_eval
 
 from gregale.cost.pallas_cost import attention_flops
@@ -139,7 +139,7 @@ def _size(variable: Any) -> int:
 
 
 def _bytes(variables: Iterable[Any]) -> float:
-    arrays = (each for each in variables if isinstance(each.aval, jax.core.ShapedArray))  # others are tokens
+    arrays = (each for each in variables if isinstance(each.aval, ShapedArray))  # others are tokens
     return sum(_size(each) * each.aval.dtype.itemsize for each in arrays)
 
 
