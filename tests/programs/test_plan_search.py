@@ -115,7 +115,7 @@ def test_if_nothing_fits_remedies_are_told(found, monkeypatch):
     assert nothing.remedies
     assert not any(each.fits for each in nothing.remedies)
     text = printed(nothing)
-    for part in ("Nothing fits.", "The cheapest compiled remedies:", "does not fit; ", "> ", "not compiled"):
+    for part in ("Nothing fits.", "The cheapest compiled remedies:", "does not fit; ", "> "):
         assert part in text
     monkeypatch.setattr("gregale.programs.plan.command.search", lambda *_: nothing)
     for options, code in (((), 0), (("--require-fit",), 3)):
