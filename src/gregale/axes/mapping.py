@@ -1,10 +1,12 @@
 """The configured mappings from named axes to mesh axes: their defaults, and the rules that they obey."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from gregale.axes.layout import (
@@ -19,9 +21,14 @@ from gregale.axes.layout import (
     REPLICA,
     AxisMapping,
     Layout,
+    Tree,
+    check_divides,
+    check_used,
     is_layers,
+    is_named,
     mesh_axes_of,
 )
+from gregale.axes.parameters import QuantisedWeight, is_quantised
 from gregale.errors import UserError
 from gregale.settings import Settings, setting
 
@@ -101,6 +108,17 @@ def _changed(default: Mapping[str, tuple[str, ...]], given: Mapping[str, MeshAxe
 def standard_layout(mesh: Mesh) -> Layout:
     """Return the layout with the default mappings."""
     return mapped_layout(mesh, MappingConfig())
+
+
+def with_rank(layout: Layout, rank: int) -> Layout:
+    """Return the layout in which `lora_rank` lies like `embed`, if its devices divide it: it splits factors too."""
+    if LORA_RANK in layout.params:
+        return layout
+    params, finest = (mesh_axes_of(mapping.get(EMBED, ())) for mapping in (layout.params, layout.opt_state))
+    if rank % prod(layout.mesh.shape[name] for name in (*finest, ISLAND)):
+        return layout
+    own = {"params": {**layout.params, LORA_RANK: params}, "opt_state": {**layout.opt_state, LORA_RANK: finest}}
+    return replace(layout, **own)
 
 
 def check_mapping(config: MappingConfig, layout: Layout) -> None:
@@ -196,14 +214,27 @@ def _of_refinement(layout: Layout, coarse: str, fine: str) -> Iterator[str]:
             yield (f"{fine}.{name} is {shown(second)}; it has to begin with {coarse}.{name}, {shown(first)}: {reason}.")
 
 
-def check_arrays(config: MappingConfig, layout: Layout, weights: Iterable[Sequence[str]]) -> None:
-    """Raise `UserError` for a name that no array has, or a mesh axis that splits one array twice.
+def check_arrays(config: MappingConfig, layout: Layout, model: Tree, divides: bool) -> None:
+    """Raise `UserError` if the mesh does not divide an axis of the parameters, or the mappings do not suit them.
 
-    - `weights`: the names of the axes of each parameter
+    - `divides`: whether the mesh divides the axes with the default mappings
     """
+    leaves = jax.tree.leaves(model, is_leaf=lambda leaf: is_named(leaf) or is_quantised(leaf))
+    named = [leaf.axes for leaf in leaves if is_named(leaf) or is_quantised(leaf)]
+    _check_names(config, layout, [[axis.name for axis in axes] for axes in named])
+    axes = {axis.name: axis for each in named for axis in each}
+    if not divides or not config.is_default:
+        found = {f"the axis {name} of model": ("parameters of the model", axis) for name, axis in axes.items()}
+        check_divides(layout, found)
+    check_used(layout, (BATCH, POSITION, *axes))
+    for leaf in filter(is_quantised, leaves):
+        _check_blocks(layout, leaf)
+
+
+def _check_names(config: MappingConfig, layout: Layout, weights: Sequence[Sequence[str]]) -> None:
+    """Raise `UserError` for a name that no array has, or a mesh axis that splits one array twice."""
     if config.is_default:
         return
-    weights = list(weights)
     known = {name for names in weights for name in names}
     for mapping in MAPPINGS:
         for name in getattr(config, mapping):
@@ -227,6 +258,21 @@ def _check_once(layout: Layout, mapping: str, names: Sequence[str]) -> None:
                     f"({', '.join(names)}); one mesh axis splits an array once."
                 )
             owner[axis] = name
+
+
+def _check_blocks(layout: Layout, weight: QuantisedWeight) -> None:
+    """Raise `UserError` if devices would hold parts of a quantised weight's blocks."""
+    (over,) = layout.splits((weight.along,), layout.params)
+    blocks, devices = weight.scales.resolve_axis(weight.along).size, layout.devices((weight.along,), layout.params)
+    if blocks % devices:
+        block = weight.codec.block
+        split = " x ".join(f"{name} {layout.mesh.shape[name]}" for name in over if layout.mesh.shape[name] > 1)
+        raise UserError(
+            f"adapter.base holds weights in blocks of {block} values: a projection has {blocks * block} of them along "
+            f"{weight.along}, which are {blocks} blocks. They would be split over {split} = {devices} devices, and "
+            f"{blocks} / {devices} = {blocks / devices:.4g} is not a whole number. Use fewer devices along these axes, "
+            "or adapter.base dtype."
+        )
 
 
 def mapping_rows(layout: Layout) -> list[tuple[str, ...]]:

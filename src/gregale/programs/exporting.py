@@ -155,7 +155,7 @@ def main(options: ExportOptions) -> int:
         raise UserError(f"adapter: {run.path} has no adapters. Without --adapter its whole model is written.")
     watch = start_devices(config.cpu_devices, options.distributed, process_terms(options))
     with monitor_peers(watch, lambda: "The same command starts again."), ended_by_signals(), ExitStack() as stack:
-        model = decoder_of(config)
+        model = decoder_of(config.model)
         setup = set_up_run(run, config)
         tokenizer, imported = load_tokenizer(run.path), ImportedFiles.of(run)
         family = exported_family(setup.base, model, setup.Vocab, imported.config)
@@ -286,7 +286,7 @@ def write_beside(folder: Path, exported: Exported, rows: int, dtype: str) -> Non
         "max_position_embeddings": max(context, saved["max_position_embeddings"]),
         "dtype" if "dtype" in saved else "torch_dtype": dtype,
     }
-    write_json(folder / CONFIG, written_config(decoder_of(config), exported.family, rows, saved) | own)
+    write_json(folder / CONFIG, written_config(decoder_of(config.model), exported.family, rows, saved) | own)
     if not imported.config:
         write_json(folder / GENERATION, {"eos_token_id": end, "_from_model_config": True})
         write_tokenizer(tokenizer, folder, context)

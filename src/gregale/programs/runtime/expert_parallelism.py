@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from jax.sharding import Mesh
 
-from gregale.axes.layout import EXPERTS, make_mesh
+from gregale.axes.layout import EXPERTS
 from gregale.axes.mapping import EXCHANGED
 from gregale.cost.chips import chip, of_device
 from gregale.cost.collectives import INSIDE
@@ -81,15 +81,15 @@ def set_up(config: TrainConfig, tokens: int, mesh: Mesh | None = None) -> Setup:
 
     Raises `UserError` for values that contradict one another.
     """
-    mesh = make_mesh(config.mesh) if mesh is None else mesh
     if not config.mapping.leaves_experts_open:
         return placed(config, tokens, mesh)
     gathered, exchanged = in_places(config, tokens, mesh)
-    exchanges = choice_of(gathered, exchanged).exchanges
-    return exchanged if exchanges and isinstance(exchanged, Setup) else gathered
+    if isinstance(exchanged, Setup) and choice_of(gathered, exchanged).exchanges:
+        return exchanged
+    return gathered
 
 
-def in_places(config: TrainConfig, tokens: int, mesh: Mesh) -> tuple[Setup, Setup | UserError]:
+def in_places(config: TrainConfig, tokens: int, mesh: Mesh | None) -> tuple[Setup, Setup | UserError]:
     """Return the setups of a configuration with its experts gathered and exchanged; for the second perhaps an error."""
 
     def one(place: str | None) -> Setup:

@@ -43,7 +43,7 @@ from gregale.inference.generate import multiple_of
 from gregale.methods.method import Method
 from gregale.model.adapters import factor_paths, merged_weight
 from gregale.model.config import AdapterConfig
-from gregale.model.llama import LlamaConfig
+from gregale.model.llama import LlamaConfig, ModelConfig
 from gregale.objectives import NextTokenConfig
 from gregale.programs.runtime.expert_parallelism import set_up
 from gregale.programs.runtime.setup import Setup
@@ -224,9 +224,9 @@ def find_run(name: str) -> RunDirectory:
     return run
 
 
-def find_origin(config: TrainConfig) -> RunDirectory:
+def find_origin(name: str | None) -> RunDirectory:
     """Return the run, or the imported model, of `start_from`; raise `UserError` if there is none."""
-    name = str(config.start_from)
+    name = str(name)
     if os.path.isfile(os.path.join(name, CONFIG)):
         raise UserError(
             f"start_from: {name} is a folder of the hub. `gregale import {name} NAME` makes a model to start from "
@@ -413,14 +413,13 @@ class FrozenSource:
         return {"origin": str(self.origin.path), "step": self.step, "digest": self.digest}
 
     @staticmethod
-    def of(config: TrainConfig, record: Mapping[str, Any] | None = None) -> "FrozenSource":
-        """Return the base of a configuration; all processes make this call.
+    def of(name: str | None, record: Mapping[str, Any] | None = None) -> "FrozenSource":
+        """Return the base of a run by its `start_from`; all processes make this call.
 
         - `record`: the entry of a checkpoint that needs the same weights; None: the newest checkpoint of the origin
 
         Raises `UserError` if there is no such model, or if it has changed.
         """
-        name = config.start_from
         assert name is not None
         text = by_first_process(lambda: json.dumps(_origin(name, record)), "")
         found = json.loads(messages_of_all(text)[0])
@@ -442,7 +441,7 @@ class FrozenSource:
                 "one before the first step, and the run began with another objective. Start another run, with this one "
                 "as its start_from."
             )
-        return FrozenSource.of(setup.config, recorded(metadata, "base"))
+        return FrozenSource.of(setup.config.start_from, recorded(metadata, "base"))
 
     @contextmanager
     def opened(self, setup: Setup) -> Iterator[LazyModel]:
@@ -554,18 +553,18 @@ def _adapters_of_run(setup: Setup, config: AdapterConfig, name: str, base: Froze
 def family_of(setup: Setup, run: RunDirectory) -> Family:
     """Return the family of a run's model: that of the imported model at its beginning, if there is one."""
     saved = read_json(run.huggingface / CONFIG) if (run.huggingface / CONFIG).is_file() else {}
-    return family_that_has(decoder_of(setup.config), saved)
+    return family_that_has(decoder_of(setup.config.model), saved)
 
 
-def decoder_of(config: TrainConfig) -> LlamaConfig:
-    """Return the model's configuration; raise `UserError` if it is none that transformers has."""
-    if not isinstance(config.model, LlamaConfig):
-        kind = config.model.get_choice_name(type(config.model))
+def decoder_of(model: ModelConfig) -> LlamaConfig:
+    """Return a model's configuration; raise `UserError` if it is none that transformers has."""
+    if not isinstance(model, LlamaConfig):
+        kind = model.get_choice_name(type(model))
         raise UserError(
             f"model.type is {kind}, a model of your own: other programs have no such model, so nothing could load the "
             "folder. `gregale export` writes models of type llama, gemma and gpt_oss."
         )
-    return config.model
+    return model
 
 
 def base_name(base: FrozenSource, given: str | None) -> str:
