@@ -18,8 +18,7 @@ from transformers import CONFIG_MAPPING
 
 from gregale.errors import UserError
 from gregale.huggingface.config import exported_family, family_that_has, lacking, read_config, written_config
-from gregale.huggingface.families import FAMILIES, Family
-from gregale.huggingface.typed_json import TypedJson
+from gregale.huggingface.families import FAMILIES, Family, TypedJson
 from gregale.model.config import BalanceConfig, ExpertsConfig, RotaryScaling, YarnScaling
 from gregale.model.llama import GemmaConfig, LlamaConfig
 from tests.huggingface.hub import EXPERTS, MODELS, SIZES, YARN, of_family

@@ -28,7 +28,7 @@ from gregale.programs.runtime.expert_parallelism import set_up
 from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import TrainConfig
 from gregale.runs.rules import check
-from gregale.settings.rules import LAYOUT
+from gregale.settings import LAYOUT
 
 MESH_AXES = ("stage", "context", "data", "model")  # inside a replica
 MICROBATCHES, UNROLL = "batch.microbatches", "compute.unroll"

@@ -58,7 +58,7 @@ from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import dump
 from gregale.runs.rules import check
-from gregale.settings.rules import TRAINING
+from gregale.settings import TRAINING
 from gregale.training.state import abstract_state
 
 # Suffixes of the files that the TPU compiler writes with `DUMPED`, in this order; then it generates code.

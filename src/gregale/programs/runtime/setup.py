@@ -49,7 +49,7 @@ from gregale.optim.config import ParameterRule
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import code_digests
 from gregale.runs.rules import check
-from gregale.settings.rules import LAYOUT
+from gregale.settings import LAYOUT
 from gregale.tracking.callback import Callback, CallbackConfig, own_metrics
 from gregale.tracking.metrics import metric_of
 from gregale.training.compiler import check_compiler_options, compiler_options

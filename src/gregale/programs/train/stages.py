@@ -28,7 +28,7 @@ from gregale.programs.train.step_log import is_due
 from gregale.runs.config import TrainConfig
 from gregale.runs.process_agreement import agree_on_text
 from gregale.runs.rules import check
-from gregale.settings.rules import TRAINING
+from gregale.settings import TRAINING
 from gregale.tracking.trackers import check_installed
 from gregale.training.state import Stepper, abstract_state
 
