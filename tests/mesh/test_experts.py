@@ -26,7 +26,7 @@ from gregale.model.experts import Experts, choose, router_logits
 from gregale.model.kernels.grouped import BLOCKED
 from gregale.model.llama import GptOssConfig, LlamaConfig
 from gregale.optim import MuonConfig
-from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.build import set_up
 from gregale.programs.runtime.setup import Setup
 from gregale.programs.train.step_log import load_figures
 from tests.mesh.support import executed, layout_of, one_device, rarely

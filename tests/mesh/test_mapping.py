@@ -21,7 +21,7 @@ from gregale.methods.method import PsdpState
 from gregale.model.config import ComputeConfig, ModelConfig
 from gregale.model.llama import LlamaConfig
 from gregale.optim import ConstantSchedule, SgdConfig
-from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.build import set_up
 from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import BatchConfig, TrainConfig
 from gregale.runs.parsing import load

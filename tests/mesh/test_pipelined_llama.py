@@ -13,7 +13,7 @@ from gregale.cost import Audit, audit
 from gregale.model.config import BalanceConfig, ComputeConfig, ExpertsConfig
 from gregale.model.llama import LlamaConfig
 from gregale.optim import AdamWConfig, ConstantSchedule
-from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.build import set_up
 from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import BatchConfig, TrainConfig
 from tests.mesh.support import POSITIONS, ROWS, assert_sends_its_closed_form, placed, token_batch

@@ -22,7 +22,7 @@ from gregale.data.preparation import prepare
 from gregale.islands import state
 from gregale.islands.method import Island
 from gregale.programs.runtime.batches import BatchSharding
-from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.build import set_up
 from gregale.runs.config import TrainConfig
 from gregale.runs.history import RunPaths, State, summary_of
 from gregale.runs.parsing import load

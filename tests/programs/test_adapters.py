@@ -25,7 +25,7 @@ from gregale.huggingface.peft import FREE, adapter_slots, check_settings
 from gregale.model.config import LoraConfig
 from gregale.model.llama import Llama
 from gregale.model.losses import losses_of
-from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.build import set_up
 from gregale.programs.runtime.setup import Setup
 from gregale.programs.runtime.trained_model import FrozenSource, base_name, family_of, open_trained, weights_of
 from gregale.programs.train.resume import started_state

@@ -16,13 +16,13 @@ from gregale.model.llama import GemmaConfig, LlamaConfig
 from gregale.model.parametrisation import CompletePConfig
 from gregale.programs.plan import command as plan
 from gregale.programs.runtime import memory
+from gregale.programs.runtime.build import set_up
 from gregale.programs.runtime.default_sizes import (
     with_default_sizes,
     with_model_of,
     with_origin_model,
     with_what_is_left_out,
 )
-from gregale.programs.runtime.expert_parallelism import set_up
 from gregale.runs.config import BatchConfig, TrainConfig
 from gregale.runs.parsing import load
 from gregale.runs.run_directory import RunDirectory

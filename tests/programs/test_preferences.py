@@ -20,7 +20,7 @@ from gregale.data.tokenizers import load_tokenizer
 from gregale.errors import UserError
 from gregale.huggingface.families import parameters_of, path_of, slots_of
 from gregale.huggingface.peft import adapter_slots
-from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.build import set_up
 from gregale.programs.runtime.setup import Setup
 from gregale.programs.runtime.trained_model import FrozenSource, family_of
 from gregale.programs.train.resume import started_state

@@ -307,7 +307,7 @@ class QuantisedWeight(eqx.Module):
         shape = tuple(axis.size for axis in self.axes)
         return NamedArray(scaled.astype(dtype).reshape(shape), self.scales.axis_names)
 
-    def gathered(self, layout: Layout) -> Self:
+    def all_gathered(self, layout: Layout) -> Self:
         """Return the weight under `compute`; codes and scales are gathered."""
         held = layout.constrain((self.codes, self.scales), layout.params)
         codes, scales = layout.constrain(held, layout.compute)

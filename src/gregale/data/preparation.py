@@ -24,7 +24,7 @@ from gregale.data.examples import (
     training_examples,
     validation_examples,
 )
-from gregale.data.mixtures import Mixtures, ReplicaExamples, replica_examples, sources_of, staged_examples
+from gregale.data.mixtures import MixtureHistory, ReplicaExamples, replica_examples, sources_of, staged_examples
 from gregale.data.sources import SourceConfig
 from gregale.data.sources.base import expand
 from gregale.data.store import ChunkCache, Report, TokenStore, format_skipped, json_sha256, silent
@@ -66,11 +66,11 @@ class Corpus:
         # Include cuts only if there are any: the fingerprint of a source with held-out documents must not change.
         return json_sha256([checksums, self.tokenizer.fingerprint, self.held_out_share, *([cuts] if cuts else [])])
 
-    def fingerprint_after(self, mixtures: Mixtures) -> str:
+    def fingerprint_after(self, mixtures: MixtureHistory) -> str:
         """Return the fingerprint of a run with these mixtures: that of the sources from which it draws."""
         return self.fingerprint_of(sources_of(mixtures))
 
-    def training(self, mixtures: Mixtures) -> Examples | ReplicaExamples:
+    def training(self, mixtures: MixtureHistory) -> Examples | ReplicaExamples:
         """Return the training examples of a run with these mixtures."""
         return self.train if len(mixtures) < 2 else staged_examples(self.train_rows, mixtures, self.seed)
 

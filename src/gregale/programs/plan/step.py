@@ -53,7 +53,7 @@ from gregale.programs.plan.estimates import (
     step_transfers,
     tree_bytes,
 )
-from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.build import set_up
 from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import dump

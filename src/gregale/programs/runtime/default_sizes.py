@@ -15,7 +15,7 @@ from gregale.axes.layout import Device, make_mesh
 from gregale.data.tokenizers import fewest_tokens
 from gregale.errors import UserError, below
 from gregale.model.llama import LlamaConfig, ModelConfig
-from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.build import set_up
 from gregale.programs.runtime.setup import rows_multiple
 from gregale.programs.runtime.trained_model import find_origin
 from gregale.runs.config import BatchConfig, TrainConfig

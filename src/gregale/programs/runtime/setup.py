@@ -218,7 +218,7 @@ def padded_vocabulary(config: TrainConfig, tokens: int) -> Axis:
 
 
 def placed(config: TrainConfig, tokens: int, mesh: Mesh | None) -> Setup:
-    """Return the setup of a configuration that says where experts lie, see `expert_parallelism.set_up`."""
+    """Return the setup of a configuration that says where experts lie, see `build.set_up`."""
     Vocab = padded_vocabulary(config, tokens)
     layout = checked_layout(config, mesh, Vocab)
     kind = config.model.get_choice_name(type(config.model))

@@ -26,7 +26,7 @@ from gregale.checkpoint.multihost import by_first_process, messages_of_all
 from gregale.checkpoint.store import Checkpoints
 from gregale.data.build import MASKS
 from gregale.data.config import DataConfig
-from gregale.data.mixtures import Mixtures, MixtureStage, with_mixture
+from gregale.data.mixtures import MixtureHistory, MixtureStage, with_mixture
 from gregale.data.preparation import Corpus
 from gregale.data.sources.base import expand
 from gregale.data.tokenizers import SAVED_NAME, load_tokenizer
@@ -45,7 +45,7 @@ from gregale.model.adapters import factor_paths, merged_weight
 from gregale.model.config import AdapterConfig
 from gregale.model.llama import LlamaConfig, ModelConfig
 from gregale.objectives import NextTokenConfig
-from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.build import set_up
 from gregale.programs.runtime.setup import Setup
 from gregale.runs import history
 from gregale.runs.config import EvaluationConfig, TrainConfig
@@ -116,7 +116,7 @@ def newer_masks(metadata: Mapping[str, Any], corpus: Corpus) -> str:
     )
 
 
-def mixtures_of(metadata: dict, config: TrainConfig) -> Mixtures:
+def mixtures_of(metadata: dict, config: TrainConfig) -> MixtureHistory:
     """Return the mixtures of a run up to a checkpoint.
 
     - `config`: of the checkpoint; an earlier version wrote no mixtures, and its runs have one

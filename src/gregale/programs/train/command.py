@@ -17,7 +17,7 @@ from gregale.data.sources.base import expand
 from gregale.data.tokenizers import save_tokenizer
 from gregale.distributed.devices import start_devices
 from gregale.distributed.liveness import Phase, Progress, monitor_peers
-from gregale.distributed.signals import SIGNALS, StopRequest, ended_by_signals
+from gregale.distributed.signals import SIGNALS, StopRequest, stop_on_signals
 from gregale.errors import UserError
 from gregale.programs.command import Command
 from gregale.programs.plan.estimates import optimizer_note
@@ -224,7 +224,7 @@ def prepared(
     watch = start_devices(config.cpu_devices, config.distributed, process_terms(config))
     keep_compiled(config.compilation_cache)
     run = RunDirectory(storage_path(expand(config.runs, "runs")) / config.name)
-    with monitor_peers(watch, run.resume_hint) as progress, ended_by_signals(SIGNALS) as stop, ExitStack() as stack:
+    with monitor_peers(watch, run.resume_hint) as progress, stop_on_signals(SIGNALS) as stop, ExitStack() as stack:
         goes_on = not fresh and run.saved_config() is not None
         origin = None if goes_on or config.start_from is None else find_origin(config.start_from)
         continued = run if goes_on else None if stage is None else origin

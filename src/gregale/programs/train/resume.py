@@ -10,7 +10,7 @@ import jax
 
 from gregale.checkpoint.manifest import committed_steps
 from gregale.checkpoint.store import Checkpoints, Restored
-from gregale.data.mixtures import Mixtures, sources_of, with_mixture
+from gregale.data.mixtures import MixtureHistory, sources_of, with_mixture
 from gregale.data.preparation import Corpus
 from gregale.data.tokenizers import Tokenizer, load_tokenizer
 from gregale.errors import UserError
@@ -18,7 +18,7 @@ from gregale.huggingface.folder import copy_beside
 from gregale.methods.method import Method
 from gregale.model.llama import ModelConfig
 from gregale.programs.plan.estimates import tree_bytes
-from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.build import set_up
 from gregale.programs.runtime.memory import check_fits
 from gregale.programs.runtime.setup import Setup
 from gregale.programs.runtime.trained_model import (
@@ -51,7 +51,7 @@ class Start(NamedTuple):
     step: int  # steps done
     replica_bytes: int  # bytes that a device has sent over `replica` in those steps
     examples: int  # examples of those steps
-    mixtures: Mixtures = ()  # of the sources, so far and from this point on
+    mixtures: MixtureHistory = ()  # of the sources, so far and from this point on
     base: FrozenSource | None = None  # the origin of frozen weights, for the checkpoints
     unfinished: bool = False  # a stop has left out callbacks of the last step, see `Steps.unfinished`
 
@@ -102,7 +102,7 @@ def starting_point(
     return Start(state, step, sent, examples, with_mixture(mixtures, examples, *mixture), base, unfinished)
 
 
-def check_text(restored: Restored, mixtures: Mixtures, corpus: Corpus) -> None:
+def check_text(restored: Restored, mixtures: MixtureHistory, corpus: Corpus) -> None:
     """Raise `UserError` if the sources of a checkpoint are absent, or have other text."""
     absent = [name for name in sources_of(mixtures) if name not in corpus.train_rows]
     if absent:

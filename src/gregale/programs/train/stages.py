@@ -20,8 +20,8 @@ from gregale.evaluation.tasks import read_tasks
 from gregale.huggingface.config import exported_family
 from gregale.methods.method import Method
 from gregale.programs.plan.estimates import abstract_batch
+from gregale.programs.runtime.build import set_up
 from gregale.programs.runtime.evaluation import Evaluator, evaluation_text
-from gregale.programs.runtime.expert_parallelism import set_up
 from gregale.programs.runtime.setup import Setup
 from gregale.programs.runtime.trained_model import decoder_of
 from gregale.programs.train.step_log import is_due

@@ -1,7 +1,7 @@
-"""Provides the place of experts in a run: gathered, or exchanged over `data` (docs/experts.md, "Where experts lie").
+"""Provides `set_up`, which builds the setup of a run, with its experts gathered or exchanged over `data`.
 
-With `mapping.compute.experts: auto` closed forms of a step choose it. They depend on the configuration and on the mesh
-alone, so that all commands choose alike.
+With `mapping.compute.experts: auto` closed forms of a step choose where experts lie (docs/experts.md). They depend on
+the configuration and on the mesh alone, so that all commands choose alike.
 """
 
 from dataclasses import dataclass, replace
@@ -32,7 +32,7 @@ class Figures:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ExpertPlacement:
     """Both places on devices of a chip with this memory; `refused` is the reason why experts cannot be exchanged."""
 
     chip: str
@@ -51,7 +51,7 @@ class Choice:
         return self.exchanged is not None and cost(self.exchanged) < cost(self.gathered)
 
 
-def choice_of(gathered: Setup, exchanged: Setup | UserError) -> Choice:
+def choice_of(gathered: Setup, exchanged: Setup | UserError) -> ExpertPlacement:
     """Return the choice between two setups."""
     target = target_of(gathered.layout.mesh)
 
@@ -62,7 +62,11 @@ def choice_of(gathered: Setup, exchanged: Setup | UserError) -> Choice:
         return Figures(closed_form_seconds(setup, target, None, trees), peak, int(sent[INSIDE]))
 
     own = target.chip.name, target.memory_bytes, figures(gathered)
-    return Choice(*own, None, str(exchanged)) if isinstance(exchanged, UserError) else Choice(*own, figures(exchanged))
+    return (
+        ExpertPlacement(*own, None, str(exchanged))
+        if isinstance(exchanged, UserError)
+        else ExpertPlacement(*own, figures(exchanged))
+    )
 
 
 def target_of(mesh: Mesh) -> Target:
