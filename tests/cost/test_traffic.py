@@ -10,8 +10,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gregale.axes.layout import MeshConfig
-from gregale.axes.mapping import MappingConfig
+from gregale.axes.layout import MappingConfig, MeshConfig
 from gregale.cost.estimate import ACCELERATOR, CPU
 from gregale.cost.traffic import Transfer, bytes_by_axes, expected_transfers, sent_bytes
 from gregale.methods.config import DilocoConfig

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 from haliax import NamedArray
 
-from gregale.axes.layout import REPLICA, MeshConfig, make_mesh
-from gregale.axes.mapping import MappingConfig, mapped_layout
+from gregale.axes.layout import REPLICA, MappingConfig, MeshConfig, make_mesh, mapped_layout
 from gregale.communication.pipeline import PipelineConfig
 from gregale.errors import UserError
 from gregale.methods.config import DilocoConfig, StreamingDilocoConfig

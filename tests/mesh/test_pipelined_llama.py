@@ -86,9 +86,7 @@ SHARDED = pytest.param(MeshConfig(stage=2, data=2, model=2), PipelineConfig(micr
 
 
 @pytest.mark.parametrize(
-    ("mesh", "pipeline"),
-    [(MeshConfig(replica=2, stage=2, data=2), DELAYED), SHARDED],
-    ids=["delayed", "sharded"],
+    ("mesh", "pipeline"), [(MeshConfig(replica=2, stage=2, data=2), DELAYED), SHARDED], ids=["delayed", "sharded"]
 )
 def test_a_pipelined_llama_trains_as_its_twin(mesh, pipeline, exact):
     found = trained(replace(PLAIN, mesh=mesh, pipeline=pipeline))

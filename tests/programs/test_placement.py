@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gregale.axes.layout import MeshConfig, make_mesh
-from gregale.axes.mapping import MappingConfig
+from gregale.axes.layout import MappingConfig, MeshConfig, make_mesh
 from gregale.communication.pipeline import PipelineConfig
 from gregale.errors import UserError
 from gregale.programs.plan.devices import simulated_target

@@ -6,8 +6,7 @@ import shlex
 import jax
 import pytest
 
-from gregale.axes.layout import make_mesh
-from gregale.axes.mapping import mapped_layout
+from gregale.axes.layout import make_mesh, mapped_layout
 from gregale.errors import Mistakes
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load

@@ -395,7 +395,6 @@ FAMILIES = {family.model_type: family for family in FAMILY_TABLE}
 
 
 def register_family(family: Family) -> None:
-    """Add a family; raise `ValueError` for a `model_type` that is taken."""
     if FAMILIES.setdefault(family.model_type, family) != family:
         raise ValueError(f"Cannot register the family {family.model_type}: the name is taken")
 

@@ -105,7 +105,6 @@ def cut(stacked: Any, parts: Sequence[LayerSegment]) -> list[list[Any]]:
 
 
 def _own(part: LayerSegment, structure: int) -> LayerSegment:
-    """Return the layers of one structure in a segment."""
     return part._replace(pattern=tuple(label for label in part.pattern if label[0] == structure))
 
 

@@ -86,7 +86,6 @@ def report_runs(histories: Sequence[History]) -> list[ReportRun]:
 
 
 def axes_of(runs: Sequence[ReportRun]) -> list[Axis]:
-    """Return the steps axis, and the other axes that a run has."""
     return [axis for axis in AXES if axis.key == "steps" or any(axis.key in run.axes for run in runs)]
 
 

@@ -4,8 +4,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
-from gregale.axes.layout import BATCH, EMBED, REPLICA, Layout
-from gregale.axes.mapping import MAPPINGS
+from gregale.axes.layout import BATCH, EMBED, MAPPINGS, REPLICA, Layout
 from gregale.communication.reduce import further_splits, rows_per_part
 from gregale.data.config import SOURCES, VALIDATION
 from gregale.errors import Mistakes, multiples_near

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from gregale.axes.mapping import mapping_rows
+from gregale.axes.layout import mapping_rows
 from gregale.axes.parameters import parameter_count
 from gregale.cost.chips import GBIT
 from gregale.cost.estimate import ACCELERATOR, Backend, is_of_linear

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 
 from jax.sharding import Mesh
 
-from gregale.axes.layout import EXPERTS
-from gregale.axes.mapping import EXCHANGED
+from gregale.axes.layout import EXCHANGED, EXPERTS
 from gregale.cost.chips import chip, of_device
 from gregale.cost.collectives import INSIDE
 from gregale.cost.estimate import ACCELERATOR
@@ -85,12 +84,12 @@ def set_up(config: TrainConfig, tokens: int, mesh: Mesh | None = None) -> Setup:
 
     Raises `UserError` for values that contradict one another.
     """
-    if not config.mapping.leaves_experts_open:
-        return placed(config, tokens, mesh)
-    gathered, exchanged = in_places(config, tokens, mesh)
-    if isinstance(exchanged, Setup) and choice_of(gathered, exchanged).exchanges:
-        return exchanged
-    return gathered
+    if config.mapping.leaves_experts_open:
+        gathered, exchanged = in_places(config, tokens, mesh)
+        if isinstance(exchanged, Setup) and choice_of(gathered, exchanged).exchanges:
+            return exchanged
+        return gathered
+    return placed(config, tokens, mesh)
 
 
 def in_places(config: TrainConfig, tokens: int, mesh: Mesh | None) -> tuple[Setup, Setup | UserError]:

@@ -31,6 +31,7 @@ SMALL: Mapping[str, Any] = {
 }
 WIDTHS = {"hidden", "heads", "mlp"}
 ALL_WIDTHS = WIDTHS | {"kv_heads", "head_size"}  # each has to suit the others
+OF_ORIGIN = "The configuration leaves out keys of `model`, which are those of {}: {}."
 USUAL = {each.name: each.default for each in fields(TrainConfig)}  # a configuration without a section has this object
 
 
@@ -47,14 +48,16 @@ def with_what_is_left_out(
     if config.start_from is not None and source is not None:
         config = with_model_of(config, source.config_at().model if begun is None else begun.model, begun is None)
     sized, note = with_default_sizes(config, devices, lambda each: fewest_tokens(each.data.tokenizer), begun)
-    return sized, (None if source is None else note_of_model(given, config, source.path), note)
+    keys = "; ".join(map(str, changes(given, config)))
+    return sized, (OF_ORIGIN.format(source.path, keys) if keys and source is not None else None, note)
 
 
 def with_origin_model(config: TrainConfig) -> tuple[TrainConfig, str | None]:
     """Return `with_model_of` the run or imported model of `start_from`, and a note; raise `UserError` without one."""
     origin = find_origin(config.start_from)
     found = with_model_of(config, origin.config_at().model, is_new=True)
-    return found, note_of_model(config, found, origin.path)
+    keys = "; ".join(map(str, changes(config, found)))
+    return found, OF_ORIGIN.format(origin.path, keys) if keys else None
 
 
 def with_model_of(config: TrainConfig, theirs: ModelConfig, is_new: bool) -> TrainConfig:
@@ -69,11 +72,6 @@ def with_model_of(config: TrainConfig, theirs: ModelConfig, is_new: bool) -> Tra
         return replace(
             config, model=replace(theirs) if config.model is USUAL[MODEL] else completed(config.model, theirs)
         )
-
-
-def note_of_model(given: TrainConfig, found: TrainConfig, origin: object) -> str | None:
-    keys = "; ".join(map(str, changes(given, found)))
-    return f"The configuration leaves out keys of `model`, which are those of {origin}: {keys}." if keys else None
 
 
 def completed(given: Any, base: Any) -> Any:

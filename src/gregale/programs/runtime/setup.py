@@ -20,15 +20,19 @@ from gregale.axes.layout import (
     POSITION,
     Device,
     Layout,
+    check_arrays,
     check_divides,
+    check_mapping,
     is_named,
     make_mesh,
+    mapped_layout,
+    with_rank,
 )
-from gregale.axes.mapping import check_arrays, check_mapping, mapped_layout, with_rank
 from gregale.axes.parameters import (
     buffers_of,
     is_buffer,
     is_parameter,
+    is_quantised,
     layer_order,
     parameter_count,
     position_order,
@@ -232,7 +236,12 @@ def placed(config: TrainConfig, tokens: int, mesh: Mesh | None) -> Setup:
             f"model.type {kind}: {type(model).__name__} has a buffer, and no `update_buffers(statistics, weight)`."
         )
     # The axes of Gregale's own models are checked by their keys, see `checked_layout`.
-    check_arrays(config.mapping, layout, model, divides=type(config.model).__module__.startswith("gregale."))
+    leaves = jax.tree.leaves(model, is_leaf=lambda leaf: is_named(leaf) or is_quantised(leaf))
+    weights = [leaf for leaf in leaves if is_named(leaf) or is_quantised(leaf)]
+    own = type(config.model).__module__.startswith("gregale.")
+    for weight in filter(is_quantised, weights):
+        weight.check_blocks(layout)
+    check_arrays(config.mapping, layout, [weight.axes for weight in weights], divides=own)
     check_parameters(model)
     callbacks = tuple(built(each) for each in config.callbacks)
     options = compiler_options(config.compute.compiler_options, layout.mesh, config.model.experts is not None)

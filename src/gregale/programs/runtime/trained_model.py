@@ -18,8 +18,7 @@ import draccus
 import jax
 from haliax import NamedArray
 
-from gregale.axes.layout import BATCH, Layout, MeshConfig, is_named, make_mesh
-from gregale.axes.mapping import MappingConfig, mapped_layout
+from gregale.axes.layout import BATCH, Layout, MappingConfig, MeshConfig, is_named, make_mesh, mapped_layout
 from gregale.axes.parameters import QuantisedWeight, buffers_of, is_quantised, trainable, with_arrays
 from gregale.checkpoint.manifest import MANIFEST, folder_name, measured
 from gregale.checkpoint.multihost import by_first_process, messages_of_all

@@ -13,7 +13,6 @@ import jax
 from gregale.checkpoint.multihost import agreed, by_first_process, first_message
 from gregale.checkpoint.store import Checkpoints
 from gregale.data.preparation import Corpus
-from gregale.data.sources.base import expand
 from gregale.data.tokenizers import save_tokenizer
 from gregale.distributed.devices import start_devices
 from gregale.distributed.liveness import Phase, Progress, monitor_peers
@@ -26,15 +25,7 @@ from gregale.programs.runtime.setup import Setup
 from gregale.programs.runtime.trained_model import find_origin
 from gregale.programs.train.exports import Exports
 from gregale.programs.train.loop import HELP, Evaluation, Loop, MeshSteps, Saving, Steps, on_checkpoint, summary
-from gregale.programs.train.resume import (
-    Branch,
-    Start,
-    branch_of,
-    check_origin,
-    keep_what_came_with,
-    origin_of,
-    starting_point,
-)
+from gregale.programs.train.resume import Branch, Start, branch_of, keep_what_came_with, origin_of, starting_point
 from gregale.programs.train.stages import PreparedStage, check_stages, describe, prepare_stages
 from gregale.programs.train.step_log import DataPosition, Observers, StepLog, Traffic
 from gregale.runs.config import TrainConfig
@@ -44,7 +35,6 @@ from gregale.runs.run_lock import hold_run_lock
 from gregale.runs.sections import REGISTERED
 from gregale.runs.stages import Change, changes, number_after
 from gregale.settings import Settings, setting, whole
-from gregale.storage import storage_path
 from gregale.tracking.callback import RunInfo
 from gregale.tracking.profile import Profile, Window
 from gregale.tracking.trackers import Console, open_trackers
@@ -223,7 +213,7 @@ def prepared(
     window = None if profile is None else Window.parse(profile, config.steps)
     watch = start_devices(config.cpu_devices, config.distributed, process_terms(config))
     keep_compiled(config.compilation_cache)
-    run = RunDirectory(storage_path(expand(config.runs, "runs")) / config.name)
+    run = RunDirectory(config.folder)
     with monitor_peers(watch, run.resume_hint) as progress, stop_on_signals(SIGNALS) as stop, ExitStack() as stack:
         goes_on = not fresh and run.saved_config() is not None
         origin = None if goes_on or config.start_from is None else find_origin(config.start_from)
@@ -232,8 +222,6 @@ def prepared(
         if not fresh:
             run.check_compatible(config)
         branch = branch_of(config, stage, run, fresh, origin)
-        if origin is not None and branch is None:
-            check_origin(origin, config.model)
         fitting = check_stages(config)
         file = None if is_writer() else stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
         shown = dict.fromkeys(name for setup in fitting for name in setup.method.shown)

@@ -236,14 +236,16 @@ def branch_of(
     """
     first = {} if fresh else next(iter(read_entries(run.starts).entries), {})
     began, is_saved = first.get(BRANCH), not fresh and run.newest_step() is not None
-    if stage is None:
+    step = None if stage is None else _first_step(config, stage)
+    if stage is None or step is None:
         if began is not None and not is_saved:
             raise UserError(
                 f"{run.path} began at stage {first.get('stage')} and has no checkpoint yet. Give --stage "
                 f"{first.get('stage')} again, or --fresh to begin at step 0."
             )
+        if origin is not None:
+            check_origin(origin, config.model)
         return None
-    step = _first_step(config, stage)
     record = {"start_from": config.start_from, "step": step}
     if first and began != record:
         raise UserError(
