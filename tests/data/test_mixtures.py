@@ -1,7 +1,6 @@
 """A mixture for each replica: rows from the sources that it names, never one window in two replicas."""
 
 from contextlib import closing
-from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ from hypothesis import strategies as st
 
 from gregale.data.config import DataConfig
 from gregale.data.examples import DocumentStream, Windows
-from gregale.data.mixtures import cuts, parts_of, replica_examples
+from gregale.data.mixtures import cuts, replica_examples
 from gregale.data.sources import TextSource
 from gregale.errors import UserError
 from gregale.programs.runtime.batches import batches
@@ -104,10 +103,3 @@ def test_mistakes_are_named():
     ):
         with pytest.raises(UserError, match=message):
             DataConfig(sources=dict.fromkeys(FIRSTS, TextSource(files=("x",))), replica_mixtures=mixtures)
-
-
-def test_two_examples_of_a_pair_are_one_row_of_a_part():
-    """8 examples of a replica whose pairs are half of source a: 4 pairs, of which 2 are of a."""
-    rows: Any = type("Pairs", (list,), {"rows_together": 2})(range(20))
-    parts = parts_of("a", rows, [([{"a": 1.0}, {"a": 1.0, "b": 1.0}], 8)], None)
-    assert [part.seen for part in parts] == [4, 2]

@@ -1,7 +1,6 @@
 """A run whose mixture changes: which row each example is, and how many are of each source."""
 
-from collections import Counter, defaultdict
-from itertools import accumulate, pairwise
+from collections import Counter
 
 import pytest
 
@@ -99,65 +98,13 @@ def test_what_changes_nothing_adds_no_mixture():
     assert [sources_of(each) for each in (one, two)] == [["a"], ["a", "b"]]
 
 
-REPLICAS = [  # the number of examples of each replica, and its mixture
-    (30, [{"web": 1.0, "code": 3.0}, {"code": 1.0}]),
-    (20, [{"math": 1.0, "web": 1.0, "code": 2.0}, {"web": 1.0, "code": 3.0}]),
-    (17, [{"math": 3.0, "web": 1.0}, {"math": 1.0, "web": 1.0}]),
-    (40, [{"code": 1.0}, {"web": 2.0, "code": 6.0}]),
-]
-
-
-def slow_replicas(rows, stages):
-    """The rows of each replica, by stage: [stage][replica][example] (source, row)."""
-    parts, seen, shares = defaultdict(lambda: [([], []), ([], [])]), Counter(), {}
-
-    def split(values, weights):
-        ends = [round(len(values) * each / sum(weights)) for each in accumulate(weights, initial=0.0)]
-        return [values[start:stop] for start, stop in pairwise(ends)]
-
-    for count, mixtures in stages:
-        for name, own in rows.items():
-            now = [mixture.get(name, 0) / sum(mixture.values()) for mixture in mixtures]
-            if any(now) and now != shares.get(name):
-                firsts, epochs = zip(*parts[name], strict=True)
-                past = [max(0, seen[name, k] - len(firsts[k])) / max(1, len(epochs[k])) for k in (0, 1)]
-                lists = [firsts[k] + epochs[k] * -int(-max(past) // 1) for k in (0, 1)]
-                left = [row for k in (0, 1) for row in lists[k][seen.pop((name, k), 0) :]]
-                parts[name] = list(zip(split(left, now), split(list(range(len(own))), now), strict=True))
-                shares[name] = now
-        found = [[], []]
-        for k, mixture in enumerate(mixtures):
-            for name, _ in slow_order([(count, {each: mixture[each] for each in rows if each in mixture})]):
-                first, epoch = parts[name][k]
-                found[k].append((name, (first + epoch * 99)[seen[name, k]]))
-                seen[name, k] += 1
-        yield found
-
-
-def test_a_source_of_replicas_goes_on_where_all_of_them_have_stopped(rows):
-    """Its use may move from one replica to the other: the rest of its epoch is then divided anew."""
-    mixtures, first, told = (), 0, Counter()
-    for (count, own), expected in zip(REPLICAS, slow_replicas(rows, REPLICAS), strict=True):
-        mixtures = with_mixture(mixtures, 2 * first, {}, LENGTH, own)
-        examples, first = staged_examples(rows, mixtures, None), first + count
-        batch = examples.batch(2 * (first - count), 2 * count, range(2 * count))["tokens"][:, 0].reshape(2, -1)
-        offsets = {"web": 0, "code": 100, "math": 200}
-        assert batch.tolist() == [[offsets[name] + row for name, row in one] for one in expected]
-        told.update(pair for one in expected for pair in one)
-        for name, each in rows.items():
-            times = [told[name, row] for row in range(len(each))]
-            assert max(times) - min(times) <= 1, "no row comes again before all have come"
-    assert sources_of(mixtures) == ["web", "code", "math"]
-
-
-def test_shuffled_replicas_have_each_row_once_in_an_epoch(rows):
-    """Also those that two replicas have left when their use of the source changes; the parts are shuffled anew."""
-    stages = [[{"code": 1.0, "web": 1.0}, {"code": 3.0, "web": 1.0}], [{"code": 1.0}, {"code": 2.0, "web": 1.0}]]
-    mixtures = with_mixture(with_mixture((), 0, {}, LENGTH, stages[0]), 16, {}, LENGTH, stages[1])
-    before = staged_examples(rows, mixtures[:1], 5).batch(0, 16, range(16))["tokens"][:, 0]
-    after = staged_examples(rows, mixtures, 5).batch(16, 200, range(200))["tokens"][:, 0].reshape(2, -1)
-    left = set(range(100, 131)) - set(before.tolist())
-    of_code = [[int(token) for token in one if token >= 100] for one in after]
-    counts = [round(len(left) * 3 / 5), len(left) - round(len(left) * 3 / 5)]
-    assert {token for one, count in zip(of_code, counts, strict=True) for token in one[:count]} == left
-    assert sorted(of_code[0][counts[0] : counts[0] + 19]) != of_code[0][counts[0] : counts[0] + 19]
+def test_replicas_go_on_in_their_parts_after_rows_of_another_length(rows):
+    """One stage, or two of which rows of another length were between: each row comes once in an epoch of its part."""
+    own = [{"code": 1.0, "web": 1.0}, {"code": 3.0, "web": 1.0}]
+    mixtures = with_mixture((), 0, {}, LENGTH, own)
+    whole = staged_examples(rows, mixtures, 5).batch(0, 80, range(80))["tokens"].reshape(2, 40, -1)
+    mixtures = with_mixture(with_mixture(mixtures, 24, {}, 8, own), 30, {}, LENGTH, own)
+    assert len(mixtures) == 3
+    after = staged_examples(rows, mixtures, 5).batch(30, 40, range(40))["tokens"].reshape(2, 20, -1)
+    assert (after == whole[:, 12:32]).all()
+    assert sources_of(mixtures) == ["code", "web"]

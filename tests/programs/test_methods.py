@@ -38,7 +38,7 @@ SETTINGS = {
         *["--sync.delay", "3", "--sync.alpha", "0.25", "--sync.dropout", "0.3", "--log_every", "2"],
         *["--data.sources.more", "{type: text, files: ['text/[0-3].txt']}", *FIRST_PHASE],
         *["--data.replica_mixtures", "[{words: 1.0}, {words: 3.0, more: 1.0}]"],
-        *["--stages", "[{from: 8, data: {replica_mixtures: [{words: 1.0, more: 2.0}, {words: 3.0}]}}]"],
+        *["--stages", "[{from: 8, batch: {sequence_length: 24}}]"],
     ],
 }
 

@@ -49,6 +49,7 @@ REFUSED = [  # in the order of the rules: arguments, and what the message has be
     (f"{NOTHING} --evaluation.every 5", "evaluation.every is 5 (on the command line) and data.held_out is 0"),
     (f"{NOTHING} --evaluation.bigram", "evaluation.bigram is true"),
     (f"{NOTHING} --reduce.measure --reduce.codec int8", "or leave reduce.measure out"),
+    (f"{MIXTURES} --stages '[{{from: 5, data: {{replica_mixtures: [{{words: 1}}]}}}}]'", "data.replica_mixtures is ["),
     (
         "--export.every 1 --runs s3://bucket/runs",
         "export.every is 1 (on the command line) and runs is s3://bucket/runs",

@@ -114,14 +114,7 @@ def test_wrong_sizes_by_step_are_refused(sizes, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_replicas_may_have_other_mixtures_and_rows_of_another_length():
-    other = {"data": {"replica_mixtures": [{"math": 2}, {"web": 1}]}, "batch": {"sequence_length": 8}}
-    last = of({"from": 5, **other}, **REPLICAS).each_stage[-1].config
-    assert last.mixture == ({"web": 1, "math": 1}, 8, [{"math": 2}, {"web": 1}])
-
-
 CODE = {"sources": {"code": {"type": "text", "files": ["c"]}}}
-REPLICAS = {"data": {**RUN["data"], "replica_mixtures": [{"web": 1}, {"math": 1}]}}
 UNUSED = {"sources": {"web": {"weight": 0}, "math": {"weight": 0}}}
 NEVER = r"stages\.0 has a change that a run cannot make: "
 WHOLE = "is given, but `.*` holds for the whole run"
@@ -143,7 +136,6 @@ REFUSED = {  # stage, message, and changes of the run
         r"another source, but .* bpe",
         {"data": {**RUN["data"], "tokenizer": {"type": "bpe"}}},
     ),
-    "mixtures": ({"from": 5, "data": {"replica_mixtures": []}}, rf"{NEVER}data\.replica_mixtures", REPLICAS),
     "of a fleet": ({"from": 5, "sync": {"period": 7}}, rf"stages\.0\.sync {WHOLE}", {"islands": {"lighthouse": "a:1"}}),
 }
 

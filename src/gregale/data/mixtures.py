@@ -3,9 +3,8 @@
 import sys
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,10 +21,6 @@ from gregale.data.examples import (
     stacked,
 )
 from gregale.errors import UserError
-
-if TYPE_CHECKING:
-    import grain
-
 
 Mixture = Mapping[str, float]
 """Weights of sources by name; a source that is left out, or has weight 0, is not drawn from."""
@@ -55,118 +50,49 @@ class ReplicaExamples:
         return stacked([self.replicas[row // count][begin + row % count] for row in rows])
 
 
-@dataclass(frozen=True)
-class Part:
-    """The rows of a source for one replica: first those left of an epoch that began with other parts, then epochs.
-
-    - `first`: those rows
-    - `epochs`: endless epochs of this replica's part of the source
-    - `size`: rows of such an epoch
-    - `seen`: the number of rows that the replica has drawn
-    """
-
-    first: Sequence[ExampleBatch]
-    epochs: "grain.MapDataset"
-    size: int
-    seen: int = 0
-
-    def __getitem__(self, index: int) -> ExampleBatch:
-        begun = len(self.first)
-        return self.first[index] if index < begun else self.epochs[index - begun]  # type: ignore[return-value]
-
-    @property
-    def epochs_begun(self) -> int:
-        return -(-max(0, self.seen - len(self.first)) // self.size) if self.size else 0
-
-    def rest(self, epochs: int = sys.maxsize) -> ExampleRange:
-        """Return the rows that are not drawn yet, up to the end of so many epochs; the default is all, without end."""
-        end = min(sys.maxsize, len(self.first) + epochs * self.size)
-        return ExampleRange(self, self.seen, max(self.seen, end))
-
-
 def replica_examples(
     sources: Mapping[str, Rows],
     mixtures: Sequence[Mixture],
     seed: int | None,
-    before: Sequence[tuple[Sequence[Mixture], int]] = (),
+    counts: Sequence[int] = (),
     begin: int = 0,
 ) -> ReplicaExamples:
     """Return the endless training examples of each replica, mixed by its own weights.
 
     A source that several replicas use is divided among them in proportion to their use of it. So no two replicas see
-    the same row. When their use changes, the rows that they have left of an epoch are divided anew, and after them the
-    whole source. So no row comes again before its epoch is complete.
+    the same row.
 
-    - `before`: the mixtures before these, and how many examples each replica has drawn by them
+    - `counts`: how many examples each replica has drawn before, in each span of the run with rows of this length
     - `begin`: each replica's number of its first example
 
     Without a seed, the rows are in order. Raises `UserError` if a source has too few rows for its replicas.
     """
     import grain
 
-    def in_order(mixture: Mixture) -> Mixture:
-        return {name: mixture[name] for name in sources if mixture.get(name)}
-
-    one = next(iter(sources.values()))
-    history = [(list(map(in_order, own)), count) for own, count in [*before, (mixtures, 0)]]
-    parts = {name: parts_of(name, rows, history, seed) for name, rows in sources.items()}
-    found = []
-    for replica, mixture in enumerate(history[-1][0]):
-        own = {name: grain.MapDataset.source(parts[name][replica].rest()) for name in mixture}
-        offset = begin // one.rows_together
+    one, parts, found = next(iter(sources.values())), {}, []
+    for name, rows in sources.items():
+        whole = grain.MapDataset.source(rows)
+        if seed is not None:
+            whole = whole.shuffle(shuffle_seed(seed, f"{name}/parts"))
+        parts[name] = [ExampleRange(whole, *bounds) for bounds in pairwise(cuts(name, len(rows), mixtures))]
+    offset = begin // one.rows_together
+    for replica, given in enumerate(mixtures):
+        mixture, own, seen = {name: given[name] for name in sources if given.get(name)}, {}, Counter[str]()
+        for count in counts:
+            seen.update(drawn(mixture, count // one.rows_together))
+        for name in mixture:
+            epochs = endless(grain.MapDataset.source(parts[name][replica]), f"{name}/{replica}", seed)
+            own[name] = grain.MapDataset.source(ExampleRange(epochs, seen[name], sys.maxsize))
         examples = ExampleRange(mixed(own, mixture), -offset, sys.maxsize - offset)
         found.append(Examples(examples, one.sequence_length, one.rows_together))
     return ReplicaExamples(found)
 
 
-def parts_of(name: str, rows: Rows, history: Sequence[tuple[Sequence[Mixture], int]], seed: int | None) -> list[Part]:
-    """Return each replica's part of a source after some mixtures, of each of which a replica has drawn so many."""
-    import grain
-
-    whole = grain.MapDataset.source(rows)
-    if seed is not None:
-        whole = whole.shuffle(shuffle_seed(seed, f"{name}/parts"))
-    nothing = Part((), whole, 0)
-    parts, used = [nothing] * len(history[0][0]), None
-    for number, (mixtures, count) in enumerate(history):
-        wanted = shares_of(name, mixtures)
-        if any(wanted) and (used is None or (wanted != used).any()):
-            epochs = max(part.epochs_begun for part in parts)
-            left = [grain.MapDataset.source(rest) for part in parts if len(rest := part.rest(epochs))]
-            rest = grain.MapDataset.concatenate(left) if left else whole
-            firsts = ranges(rest, divided(wanted, len(rest) if left else 0))
-            again = f"/{number}" if number else ""  # other epochs than those of the parts before
-            owns = ranges(whole, cuts(name, len(rows), mixtures))
-            parts = [
-                Part(first, endless(grain.MapDataset.source(own), f"{name}/{replica}{again}", seed), len(own))
-                if len(own)
-                else nothing
-                for replica, (first, own) in enumerate(zip(firsts, owns, strict=True))
-            ]
-            used = wanted
-        taken = [drawn(mixture, count // rows.rows_together)[name] for mixture in mixtures]
-        parts = [replace(part, seen=part.seen + more) for part, more in zip(parts, taken, strict=True)]
-    return parts
-
-
-def shares_of(name: str, mixtures: Sequence[Mixture]) -> np.ndarray:
-    """Return the share of a source in each mixture, float64 [replica]."""
-    return np.array([mixture.get(name, 0.0) / sum(mixture.values()) for mixture in mixtures])
-
-
-def divided(parts: np.ndarray, rows: int) -> np.ndarray:
-    """Return the boundaries of ranges of rows in these proportions, int64 [replica + 1]; the first is 0."""
-    return np.round(np.cumsum([0.0, *parts]) / max(parts.sum(), sys.float_info.min) * rows).astype(np.int64)
-
-
-def ranges(dataset: Any, bounds: np.ndarray) -> list[ExampleRange]:
-    return [ExampleRange(dataset, start, stop) for start, stop in pairwise(bounds)]
-
-
 def cuts(name: str, rows: int, mixtures: Sequence[Mixture]) -> np.ndarray:
     """Return the boundaries of a source's ranges, int64 [replica + 1]: replica k has rows cut k to cut k + 1."""
-    shares = shares_of(name, mixtures)
-    bounds = divided(shares, rows)
+    shares = np.array([mixture.get(name, 0.0) / sum(mixture.values()) for mixture in mixtures])
+    ends = np.cumsum([0.0, *shares]) / max(shares.sum(), sys.float_info.min)
+    bounds = np.round(ends * rows).astype(np.int64)
     if ((np.diff(bounds) == 0) & (shares > 0)).any():
         raise UserError(
             f"data.replica_mixtures: the source {name} has {rows} rows to train on, and {np.sum(shares > 0)} "
@@ -241,13 +167,9 @@ def staged_examples(
 
     (first, weights, length, replicas), seen = mixtures[-1], Counter[str]()
     together = next(iter(sources.values())).rows_together  # a mixture draws groups of so many examples
-    counts = [
-        (each, following.first - each.first)
-        for each, following in pairwise(mixtures)
-        if (each.length, len(each.replicas)) == (length, len(replicas))
-    ]
+    counts = [(each, following.first - each.first) for each, following in pairwise(mixtures) if each.length == length]
     if replicas:
-        before = [(each.replicas, count // len(replicas)) for each, count in counts]
+        before = [count // len(replicas) for _, count in counts]
         return replica_examples(sources, replicas, seed, before, first // len(replicas))
     for each, count in counts:
         seen.update(drawn(each.weights, count // together))

@@ -9,7 +9,8 @@ import hmac
 import ipaddress
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from secrets import token_urlsafe
@@ -34,8 +35,6 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-TEXT = {"Content-Type": "text/plain; charset=utf-8"}
-
 
 LIVE_SECONDS = 5.0
 REST = 4.0  # seconds without a rebuild for each second of the last rebuild
@@ -46,32 +45,23 @@ class LivePage:
 
     def __init__(self, runs: Sequence[RunPaths], live_seconds: float = LIVE_SECONDS):
         self._runs, self._live_seconds = tuple(runs), live_seconds
-        self._lock = Lock()
-        self._page = b""
-        self._of: list[tuple[object, ...]] | None = None
-        self._not_before = 0.0
+        self._lock, self._not_before = Lock(), 0.0
+        self._page, self._of = b"", None  # the page, and the version of the files that it shows
 
     def now(self) -> bytes:
         """Return the page; while an object store does not answer, the last one."""
         with self._lock:
-            if time.monotonic() < self._not_before:
-                return self._page
+            begin = time.monotonic()
             try:
-                self._make()
+                if begin >= self._not_before and (found := [*map(_version, self._runs)]) != self._of:
+                    histories = [read_history(run) for run in self._runs]
+                    self._page = report_page(histories, live_seconds=self._live_seconds).encode()
+                    self._of, now = found, time.monotonic()
+                    self._not_before = now + REST * (now - begin)
             except StoreError:
                 if not self._page:
                     raise
             return self._page
-
-    def _make(self) -> None:
-        begin, found = time.monotonic(), [_version(run) for run in self._runs]
-        if found == self._of:
-            return
-        histories = [read_history(run) for run in self._runs]
-        self._page = report_page(histories, live_seconds=self._live_seconds).encode()
-        self._of = found
-        now = time.monotonic()
-        self._not_before = now + REST * (now - begin)
 
 
 def _version(run: RunPaths) -> tuple[object, ...]:
@@ -80,40 +70,28 @@ def _version(run: RunPaths) -> tuple[object, ...]:
     return (*map(status, paths), is_being_trained(run.path))
 
 
-class Server:
-    def __init__(self, content: Content, host: str, port: int):
-        """
-        - `host`: the address to listen on
-        - `port`: 0: any free port
+@contextmanager
+def served(content: Content, host: str, port: int) -> Iterator[str]:
+    """Serve a page meanwhile; yield its address.
 
-        Raises `UserError` if the server cannot listen there.
-        """
-        self.is_local = is_loopback(host)
-        self._prefix = "/" if self.is_local else f"/{token_urlsafe(16)}/"
+    - `host`: the address to listen on
+    - `port`: 0: any free port
+
+    Raises `UserError` if nothing can listen there.
+    """
+    path = "/" if is_loopback(host) else f"/{token_urlsafe(16)}/"
+    try:
+        server = _Server(content, path, (host, port))
+    except (OSError, OverflowError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise UserError(f"address {host}, port {port}: nothing can listen there: {why}. Give another one.") from None
+    name = socket.gethostname() if host in ("0.0.0.0", "::") else host
+    Thread(target=server.serve_forever, args=(0.1,), daemon=True, name="web").start()
+    with server:
         try:
-            self._server = _Listening(content, self._prefix, self.is_local, (host, port))
-        except (OSError, OverflowError) as error:
-            why = getattr(error, "strerror", None) or str(error)
-            raise UserError(
-                f"address {host}, port {port}: nothing can listen there: {why}. Give another one."
-            ) from None
-        self._thread = Thread(target=self._server.serve_forever, args=(0.1,), daemon=True, name="web")
-
-    @property
-    def address(self) -> str:
-        address, port = self._server.server_address[:2]
-        host = socket.gethostname() if address in ("0.0.0.0", "::") else str(address)
-        shown = f"[{host}]" if ":" in host else host
-        return f"http://{shown}:{port}{self._prefix}"
-
-    def __enter__(self) -> "Server":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
+            yield f"http://{f'[{name}]' if ':' in name else name}:{server.server_address[1]}{path}"
+        finally:
+            server.shutdown()
 
 
 def is_loopback(host: str) -> bool:
@@ -124,11 +102,9 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-class _Listening(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def __init__(self, content: Content, prefix: str, is_local: bool, address: tuple[str, int]):
-        self.content, self.prefix, self.is_local = content, prefix, is_local
+class _Server(ThreadingHTTPServer):
+    def __init__(self, content: Content, path: str, address: tuple[str, int]):
+        self.content, self.path = content, path
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, _Handler)
 
@@ -141,42 +117,37 @@ class _Listening(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: _Listening
+    server: _Server
     timeout = 60  # seconds without data on a connection; each connection ends after its answer
 
     def do_GET(self) -> None:
-        if self.server.is_local and not _names_loopback(self.headers.get("Host", "")):
-            self._answer(HTTPStatus.FORBIDDEN, b"This page is for the names of this machine only, such as 127.0.0.1.")
-            return
         path = urlsplit(self.path).path.encode("utf-8", "surrogateescape")
-        if not hmac.compare_digest(path, self.server.prefix.encode()):
-            self._answer(HTTPStatus.NOT_FOUND, b"There is nothing here.")
-            return
+        if self.server.path == "/" and not _names_loopback(self.headers.get("Host", "")):
+            return self.send_error(HTTPStatus.FORBIDDEN, explain="Only for the names of this machine, as 127.0.0.1.")
+        if not hmac.compare_digest(path, self.server.path.encode()):
+            return self.send_error(HTTPStatus.NOT_FOUND)
         try:
             content = self.server.content()
         except (UserError, OSError) as error:
-            self._answer(HTTPStatus.SERVICE_UNAVAILABLE, str(error).encode())
-            return
+            return self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, explain=str(error))
         tag = f'"{digest(content)}"'
         if self.headers.get("If-None-Match") == tag:
-            self._answer(HTTPStatus.NOT_MODIFIED, b"", {"ETag": tag})
-        else:
-            self._answer(HTTPStatus.OK, content, {"ETag": tag, "Content-Type": "text/html; charset=utf-8"})
+            content = b""
+        self.send_response(HTTPStatus.OK if content else HTTPStatus.NOT_MODIFIED)
+        self.send_header("ETag", tag)
+        if content:
+            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
 
-    do_HEAD = do_GET
+    def end_headers(self) -> None:
+        for name, value in HEADERS.items():
+            self.send_header(name, value)
+        super().end_headers()
 
     def log_message(self, format: str, *args: Any) -> None:
         """Log nothing."""
-
-    def _answer(self, status: HTTPStatus, content: bytes, headers: Mapping[str, str] = TEXT) -> None:
-        self.send_response(status)
-        for name, value in {**HEADERS, **headers}.items():
-            self.send_header(name, value)
-        if status is not HTTPStatus.NOT_MODIFIED:
-            self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(content)
 
 
 def _names_loopback(host: str) -> bool:

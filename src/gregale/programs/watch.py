@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from threading import Event
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import Any, TextIO, cast
 
 import numpy as np
 from rich.console import Group, RenderableType
@@ -30,10 +30,6 @@ from gregale.storage.jsonl import read_entries
 from gregale.streams import ResilientStream, printable
 from gregale.terminal import Console
 from gregale.tracking.metrics import CURVES, EVALUATION, METRICS, in_unit, metric_of
-
-if TYPE_CHECKING:
-    from gregale.programs.live_page import Server
-
 
 Entry = Mapping[str, Any]
 
@@ -369,7 +365,12 @@ def main(options: WatchOptions) -> int:
         stop, screen = Stop(), stack.enter_context(Screen())
         stack.enter_context(handled_signals(stop.take))
         if options.web:
-            screen.message(f"The page is at {stack.enter_context(served(runs, options)).address}")
+            from gregale.programs.live_page import LivePage, served  # late, because the terminal does not need it
+
+            page = LivePage(runs)
+            page.now()  # tell of a page that cannot be made
+            address = stack.enter_context(served(page.now, options.address, options.port))
+            screen.message(f"The page is at {address}")
         while True:
             for run in islands_of(options.run):  # an island may begin after the others
                 pollers.setdefault(run.path, RunPoller(run))
@@ -381,15 +382,6 @@ def main(options: WatchOptions) -> int:
                     return 0
             if stop.wait(seconds):
                 return stop.code
-
-
-def served(runs: Sequence[RunPaths], options: WatchOptions) -> "Server":
-    """Return a server of the page of runs. Raises `UserError` if the page cannot be made or served."""
-    from gregale.programs.live_page import LivePage, Server  # a late import, because the terminal does not need it
-
-    page = LivePage(runs)
-    page.now()
-    return Server(page.now, options.address, options.port)
 
 
 def poll_all(pollers: Iterable[RunPoller], screen: "Screen") -> list[RunStatus]:

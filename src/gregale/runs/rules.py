@@ -75,6 +75,11 @@ def split_messages(config: Any, layout: Layout) -> Found:
     return next(wrong, None) if config.reduce.quantised or config.fleet.joins else None
 
 
+def restaged(config: Any, _: Any) -> bool:
+    data = (each.get("data") for each in config.stages)
+    return any(isinstance(each, dict) and "replica_mixtures" in each for each in data)
+
+
 def other_mixtures(config: Any, layout: Layout) -> Found:
     axis, count = config.sync.separate_axis(layout), len(config.data.replica_mixtures)
     replicas = layout.mesh.shape.get(axis, count)
@@ -142,6 +147,11 @@ RULES = (
     Rule(f"evaluation.every & {NO_TEXT}", TEXT, "evaluation.tasks: []"),
     Rule(f"evaluation.bigram & {NO_TEXT}", TEXT),
     Rule(f"reduce.measure & {NO_TEXT}", TEXT),
+    Rule(
+        "data.replica_mixtures & stages",
+        "each replica keeps its part of every source, so no stage changes the mixtures. Leave them out of the stages.",
+        restaged,
+    ),
     Rule(
         "export.every & runs",
         "the run is in a store. Leave export.every out: `gregale export` writes a checkpoint to a disk.",

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from gregale.cli import main
-from gregale.programs.live_page import LivePage, Server
+from gregale.programs.live_page import LivePage, served
 from gregale.programs.report import end_loss, loss_before, report_page
 from gregale.programs.report_charts import accumulated, report_runs
 from gregale.runs.history import Column, Figures, History, RunPaths, read_history
@@ -480,7 +480,7 @@ def grow(folder, steps: int) -> None:
 
 def test_a_page_follows_its_run_and_keeps_what_its_reader_chose(browser, going):
     page = LivePage([RunPaths(going)], live_seconds=0.2)
-    with Server(page.now, "127.0.0.1", 0) as server, browser.open(server.address) as tab:
+    with served(page.now, "127.0.0.1", 0) as address, browser.open(address) as tab:
         scales = f"gregale.drawn({figure_of('figures-loss')}).scales.x.max"
         assert tab.value(scales) == 100
         tab.value("document.querySelectorAll('details').forEach(each => each.open = !each.open)")
@@ -504,7 +504,7 @@ def test_a_page_follows_its_run_and_keeps_what_its_reader_chose(browser, going):
         assert tab.value(f"{norm}.series[1].show") is False
         assert tab.value(folds) == before
         assert tab.value("document.getElementById('logy').checked")
-        assert set(tab.requests) <= {server.address}
+        assert set(tab.requests) <= {address}
 
 
 def test_a_page_that_was_opened_before_the_first_step_becomes_that_of_the_run(browser, tmp_path):
@@ -513,7 +513,7 @@ def test_a_page_that_was_opened_before_the_first_step_becomes_that_of_the_run(br
     page = LivePage([RunPaths(folder)], live_seconds=0.1)
     controls = "[...document.querySelectorAll('#x option, #controls input')].map(each => each.id || each.value)"
     opened = "[...document.querySelectorAll('details[open] summary')].map(each => each.textContent)"
-    with Server(page.now, "127.0.0.1", 0) as server, browser.open(server.address) as tab:
+    with served(page.now, "127.0.0.1", 0) as address, browser.open(address) as tab:
         with hold_run_lock(folder, print):
             tab.wait("document.body.textContent.includes('is still training')")
             assert "tokens" not in tab.value(controls)
@@ -537,12 +537,11 @@ def test_a_page_tells_that_nobody_serves_it_and_comes_back(browser, going):
     page = LivePage([RunPaths(going)], live_seconds=0.1)
     told = "document.querySelector('header p').textContent.includes('not watched any more')"
     alone = "127.83.71.1"  # where no other test takes the port meanwhile
-    with Server(page.now, alone, 0) as server:
-        port = urlsplit(server.address).port or 0
-        tab = browser.open(server.address)
+    with served(page.now, alone, 0) as address:
+        tab = browser.open(address)
     with tab:
         tab.wait(told)
-        with Server(page.now, alone, port):
+        with served(page.now, alone, urlsplit(address).port or 0):
             tab.wait(f"!{told}")
         tab.page.close()
         tab.errors.clear()  # of requests that nobody answered

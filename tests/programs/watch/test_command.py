@@ -6,13 +6,13 @@ import sys
 import threading
 import time
 import urllib.request
-from contextlib import redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from queue import Queue
 
 import pytest
 
 from gregale.cli import main
-from gregale.programs import watch
+from gregale.programs import live_page
 from gregale.runs.history import runs_of
 from tests.runs.runs import write_run
 
@@ -62,22 +62,22 @@ def test_a_signal_ends_it_and_gives_the_terminal_back(folder, capsys, monkeypatc
 def test_a_page_is_served_until_ctrl_c(folder, capsys, monkeypatch):
     """Also when the run is complete: somebody looks at it."""
     write_run(folder / "a", 10, saved=10, evaluated=True)
-    servers, pages, serve = Queue(), [], watch.served
+    addresses, pages, serve = Queue(), [], live_page.served
 
+    @contextmanager
     def served(*arguments):
-        server = serve(*arguments)
-        servers.put(server)
-        return server
+        with serve(*arguments) as address:
+            addresses.put(address)
+            yield address
 
     def read() -> None:
-        address = servers.get(timeout=60).address
         try:
-            with urllib.request.urlopen(address, timeout=60) as answer:
+            with urllib.request.urlopen(addresses.get(timeout=60), timeout=60) as answer:
                 pages.append(answer.read().decode())
         finally:
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(watch, "served", served)
+    monkeypatch.setattr(live_page, "served", served)
     reader = threading.Thread(target=read)
     reader.start()
     assert main(["watch", "a", "--web", "--seconds", "0.1"]) == 0
