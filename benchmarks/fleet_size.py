@@ -17,8 +17,7 @@ from queue import Queue
 from gregale.distributed.agreement import canonical, to_text
 from gregale.islands.driver import ViewPoller
 from gregale.islands.protocol import messages as m
-from gregale.islands.protocol.member import Member
-from gregale.islands.protocol.member_state import Identity
+from gregale.islands.protocol.member import Identity, Member
 from gregale.islands.protocol.messages import Rules, Timing, seed
 from gregale.islands.transport.coordinator import CoordinatorClient
 from gregale.islands.transport.lighthouse import Lighthouse

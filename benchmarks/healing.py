@@ -20,8 +20,8 @@ from contextlib import closing
 import numpy as np
 
 from benchmarks.latency import delayed
-from gregale.islands.transport.server import Server
-from gregale.islands.transport.transfer import Fetcher, ServedArray, Snapshot
+from gregale.islands.transport.server import Endpoint, Server
+from gregale.islands.transport.transfer import Fetcher, Snapshot, VersionedArray
 from tests.namespaces import bits_per_second, rate_limited
 
 TOKEN = b"a benchmark's token"
@@ -37,10 +37,10 @@ def serve(address: str, megabytes: float, arrays: int) -> None:
     """A source: serves a state, and as many plain bytes; prints both addresses."""
     random = np.random.default_rng(0)
     state = {
-        f"leaf{index}|0": ServedArray(random.standard_normal(size).astype(np.float32), 0)
+        f"leaf{index}|0": VersionedArray(random.standard_normal(size).astype(np.float32), 0)
         for index, size in enumerate(sizes(megabytes, arrays))
     }
-    server = Server(address, TOKEN, lambda message: {})
+    server = Server(Endpoint(address), TOKEN, lambda message: {})
     server.outer.publish(Snapshot(1, 4, state, {"outer": None}))
     plain = socket.create_server((address, 0))
     print(json.dumps([server.address, f"{address}:{plain.getsockname()[1]}"]), flush=True)

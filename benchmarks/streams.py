@@ -20,7 +20,7 @@ from contextlib import nullcontext
 import numpy as np
 
 from gregale.islands.transport.group import Group
-from gregale.islands.transport.server import Server
+from gregale.islands.transport.server import Endpoint, Server
 from tests.namespaces import Site, rate_limited
 
 TOKEN, MESSAGE_BYTES, AHEAD, SECONDS = b"a benchmark's token", 4 << 20, 2, 600.0
@@ -28,7 +28,7 @@ TOKEN, MESSAGE_BYTES, AHEAD, SECONDS = b"a benchmark's token", 4 << 20, 2, 600.0
 
 def member(host: str, rank: int, megabytes: int, times: int) -> None:
     """A member; prints its address, takes all addresses as a line, prints what it measured."""
-    server = Server(host, TOKEN, dict)
+    server = Server(Endpoint(host), TOKEN, dict)
     print(server.address, flush=True)
     hosts = json.loads(input())
     group = Group("key", rank, hosts, server)

@@ -29,7 +29,7 @@ from gregale.islands.network_reducer import NetworkReducer
 from gregale.islands.protocol.decision import parts
 from gregale.islands.transport.group import Group
 from gregale.islands.transport.link_rate import LinkRate
-from gregale.islands.transport.server import Server
+from gregale.islands.transport.server import Endpoint, Server
 from tests.namespaces import Network, bits_per_second, rate_limited
 
 TOKEN, SECONDS, PAYLOAD = b"a benchmark's token", 600.0, 0.95
@@ -42,7 +42,7 @@ def reducer_of(codec: str, values: int) -> NetworkReducer:
 
 def member(host: str, rank: int, codec: str, values: int) -> None:
     """A member; prints its address, takes all addresses, then takes the parts of each reduce and prints its results."""
-    server, rate, reducer = Server(host, TOKEN, dict), LinkRate(), reducer_of(codec, values)
+    server, rate, reducer = Server(Endpoint(host), TOKEN, dict), LinkRate(), reducer_of(codec, values)
     print(json.dumps(server.address), flush=True)
     hosts = json.loads(input())
     group = Group("key", rank, hosts, server)

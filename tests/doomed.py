@@ -14,8 +14,12 @@ or lives on, with NaN in all parameters and in the inner optimizer:
 
     poison         after an inner step
 
-The file is removed first, so that the next process of that island lives. With PACE=SECONDS in the environment a step
-takes at least so long, as if the device were not this machine's processor, for which all islands compete.
+or waits until the file is removed, and only its heartbeats go on:
+
+    saved          when the run is complete and saved, before it tells a coordinator so
+
+Otherwise the file is removed first, so that the next process of that island lives. With PACE=SECONDS in the environment
+a step takes at least so long, as if the device were not this machine's processor, for which all islands compete.
 """
 
 import os
@@ -74,6 +78,18 @@ def happens_after(owner: Any, name: str, point: str, doom: Callable[[Any], None]
     setattr(owner, name, doomed)
 
 
+def wait_when_saved() -> None:
+    """A complete island tells no coordinator of its state while the file says `saved`."""
+    confirm = Driver.confirm
+
+    def waits(driver: Driver) -> None:
+        while DOOM.exists() and DOOM.read_text() == "saved":
+            time.sleep(0.05)
+        confirm(driver)
+
+    Driver.confirm = waits
+
+
 def pace(seconds: float) -> None:
     """Every step takes at least so long, from the end of the one before."""
     stepped, last = Driver.stepped, [0.0]
@@ -89,6 +105,7 @@ def pace(seconds: float) -> None:
 if __name__ == "__main__":
     for point, (owner, name) in POINTS.items():
         happens_after(owner, name, point, dies)
+    wait_when_saved()
     happens_after(IslandSteps, "take", "poison", is_poisoned)
     if float(os.environ.get("PACE", "0")) > 0:
         pace(float(os.environ["PACE"]))

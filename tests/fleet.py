@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -112,7 +113,7 @@ class Fleet:
     - `options`: of all islands
     - `doomed`: islands can be told when to die (`Island.doom`) and how long a step takes
     - `network`: islands are put into its sites, in the order of their first start; None: all share the loopback
-    - `coordinators`: how many there are
+    - `coordinators`: how many there are; each has a copy of the token, and so a disk, of its own
     - `stores`: by the names of islands, the URLs below which they have their runs; others: `runs` in the folder
     """
 
@@ -140,16 +141,23 @@ class Fleet:
         self._stores, self._read = dict(stores or {}), defaultdict[str, float](float)
         bind = network.coordinator if network else "127.0.0.1"
         self.addresses = [f"{bind}:{free_port(bind)}" for _ in range(coordinators)]
-        self._others = [self._coordinator(address) for address in self.addresses[1:]]
+        self._others = [self._coordinator(index) for index in range(1, coordinators)]
         self.lighthouse = self.start_lighthouse()
 
     def start_lighthouse(self) -> subprocess.Popen:
         """Starts the first coordinator, at the address that it had."""
-        self.lighthouse = self._coordinator(self.addresses[0])
+        self.lighthouse = self._coordinator(0)
         return self.lighthouse
 
-    def _coordinator(self, address: str) -> subprocess.Popen:
-        command = [*GREGALE, "lighthouse", "--bind", address, "--token_file", str(self.token)]
+    def token_of(self, index: int) -> Path:
+        """The token file of a coordinator."""
+        return self.token.with_name(f"{self.token.name}{index or ''}")
+
+    def _coordinator(self, index: int) -> subprocess.Popen:
+        path = self.token_of(index)
+        if index:
+            shutil.copy(self.token, path)
+        command = [*GREGALE, "lighthouse", "--bind", self.addresses[index], "--token_file", str(path)]
         return self._process(command, self.folder / "lighthouse.log", {})
 
     def start(self, name: str, *options: str, pace: float | None = None, log: str = "") -> Island:

@@ -5,16 +5,17 @@ from dataclasses import replace
 import pytest
 
 from gregale.islands.driver import newest
-from gregale.islands.hosts import FetchedState, HostGroup, HostWorker, Timeouts
+from gregale.islands.hosts import FetchedState, HostGroup, HostWorker
 from gregale.islands.outer import HostOuter
-from gregale.islands.protocol.messages import Generation, OuterRecord, Peer, seed
-from gregale.islands.transport.server import Server
+from gregale.islands.protocol.messages import Generation, OuterRecord, Peer, Timing, seed
+from gregale.islands.transport.server import Endpoint, Server
 from gregale.islands.transport.transfer import TransferFailed
 from gregale.methods.schedule import Schedule
 from gregale.training.state import initial_state
 from tests.methods.islands import LAYERS, Net, on_one_device
 
 TOKEN = b"a token of the fleet"
+TIMING = Timing(reduce_seconds=20.0, heal_seconds=20.0)
 SCHEDULE = Schedule(4, 2, 1, LAYERS)
 
 
@@ -26,8 +27,8 @@ def make():
     def one() -> HostWorker:
         outer = HostOuter(on_one_device(SCHEDULE))
         outer.begin(initial_state(outer.island, Net.init).method.psdp.parameters)
-        server = Server("127.0.0.1", TOKEN, dict)
-        made.append(HostWorker(outer, SCHEDULE, server, TOKEN, Timeouts(20.0, 20.0)))
+        server = Server(Endpoint("127.0.0.1"), TOKEN, dict)
+        made.append(HostWorker(outer, SCHEDULE, server, TOKEN, TIMING))
         return made[-1]
 
     yield one

@@ -21,11 +21,10 @@ from gregale.islands.hosts import (
     OuterSnapshot,
     Recovery,
     RemoteHost,
-    Timeouts,
     joint_digest,
 )
 from gregale.islands.outer import OuterView
-from gregale.islands.protocol.messages import Peer, Reduce, seed
+from gregale.islands.protocol.messages import Peer, Reduce, Timing, seed
 from gregale.islands.state import InnerOptimizerState
 from gregale.islands.trainer_command import (
     ApplyRound,
@@ -37,11 +36,12 @@ from gregale.islands.trainer_command import (
     SendMessage,
 )
 from gregale.islands.transport.group import Count, GroupFailed
-from gregale.islands.transport.server import Server
+from gregale.islands.transport.server import Endpoint, Server
 from gregale.islands.transport.transfer import TransferFailed
 from gregale.methods.schedule import Schedule
 
 TOKEN = b"a token of the fleet"
+TIMING = Timing(reduce_seconds=20.0, heal_seconds=20.0)
 PACE = RoundPacing(Schedule(4, 1, 0, 1), 10, False, 1.0)
 PEERS = (Peer("a", "s", ("a:1", "a:2")), Peer("b", "s", ("b:1", "b:2")))
 OF_ALL = joint_digest(["digest of 0", "digest of 1"])
@@ -52,7 +52,7 @@ class Recorded:
 
     def __init__(self, name: str):
         self.name, self.count, self.committed = name, Count(), 0
-        self.timeouts = Timeouts(20.0, 20.0)
+        self.timing = TIMING
         self.log: list[tuple] = []
         self.fails: list[Exception | None] = []
         self.rounds = [7]
@@ -90,7 +90,7 @@ def island():
     """All hosts of two hosts, their workers, and the follower."""
     workers: Any = Recorded("0"), Recorded("1")
     hosts = HostGroup(workers[0], [RemoteHost(1)])
-    workers[0].server = server = Server("127.0.0.1", TOKEN, hosts.handle)
+    workers[0].server = server = Server(Endpoint("127.0.0.1"), TOKEN, hosts.handle)
     follower = Follower(workers[1], HostConnection(server.address, TOKEN, 1), PACE)
     follower.start()
     yield hosts, workers, follower
@@ -236,10 +236,10 @@ class Island:
         stack.callback(self.hands.close)
 
     def _worker(self, host: int) -> HostWorker:
-        server = Server("127.0.0.1", TOKEN, self._shown)
+        server = Server(Endpoint("127.0.0.1"), TOKEN, self._shown)
         expected = {name: (array.shape, array.dtype) for name, array in optimizer(host, 0).arrays.items()}
         outer: Any = SimpleNamespace(now=lambda: None)  # nobody asks it for anything else
-        return HostWorker(outer, PACE.schedule, server, TOKEN, Timeouts(20.0, 20.0), host, expected)
+        return HostWorker(outer, PACE.schedule, server, TOKEN, TIMING, host, expected)
 
     def _shown(self, message: dict) -> dict:
         """What a driver does with this message, and its trainers."""

@@ -10,9 +10,10 @@ import pytest
 from gregale.checkpoint import files
 from gregale.errors import UserError
 from gregale.islands import state
-from gregale.islands.outer import OwnLeaves, VersionedArray
+from gregale.islands.outer import OwnLeaves
 from gregale.islands.protocol.ledger import LeasePolicy, LeaseReport, Ledger, advance
 from gregale.islands.protocol.messages import Generation, OuterRecord
+from gregale.islands.transport.transfer import VersionedArray
 from gregale.storage import StoragePath, StoreError, names, storage_path, write_bytes
 from tests.disk import largest_file
 from tests.stores import Fault, proxied

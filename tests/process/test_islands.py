@@ -21,6 +21,7 @@ from gregale.data.mixtures import staged_examples, with_mixture
 from gregale.data.preparation import prepare
 from gregale.islands import state
 from gregale.islands.method import Island
+from gregale.islands.transport.lighthouse import read_records, records_beside
 from gregale.programs.runtime.batches import BatchSharding
 from gregale.programs.runtime.build import set_up
 from gregale.runs.config import TrainConfig
@@ -226,6 +227,49 @@ def test_rounds_go_on_without_the_first_coordinator_which_is_found_again(folder)
             for island in fleet.islands.values():
                 fleet.wait(lambda island=island, line=line: line in island.said(), PATIENCE_SECONDS, line)
             fleet.wait_for_members(names, PATIENCE_SECONDS, fleet.newest() + 2)
+        assert fleet.check() > 0
+
+
+@pytest.mark.parametrize("coordinators", [1, 3])
+def test_a_run_ends_with_one_state_although_a_coordinator_dies_at_its_end(folder, coordinators):
+    """It dies when one island has ended, and before the other tells anybody of its last state.
+
+    The only coordinator starts again with its disk; of three, the others are enough.
+    """
+    names = [f"{place}{coordinators}" for place in ("first", "last")]  # others have runs in this folder
+    options = ["--steps", "4", "--islands.min_members_to_start", "2"]
+    how = {"doomed": True, "environment": QUICK_TO_COMPILE, "coordinators": coordinators}
+    with Fleet(folder, "streaming.yaml", Seconds(), options, **how) as fleet:
+        records = [records_beside(fleet.token_of(index)) for index in range(coordinators)]
+        for path in records:
+            path.unlink(missing_ok=True)
+        for name in names:
+            fleet.start(name)
+        first, last = fleet.islands.values()
+        for island in (first, last):
+            island.doom.write_text("saved")
+        for island in (first, last):
+            fleet.wait(lambda island=island: " is saved." in island.said(), PATIENCE_SECONDS, "a last checkpoint")
+        last.signal(signal.SIGSTOP)  # it does not hear either that the other one has told this state
+        first.doom.unlink()
+        assert first.process.wait(PATIENCE_SECONDS) == 0, fleet.tails()
+        fleet.lighthouse.kill()
+        fleet.lighthouse.wait()
+        last.doom.unlink()
+        last.signal(signal.SIGCONT)
+        code = last.process.wait(PATIENCE_SECONDS)
+        if coordinators == 1:
+            assert code == os.EX_TEMPFAIL, fleet.tails()
+            assert last.said().count("half of the lighthouses or more have not recorded that") == 1
+            fleet.start_lighthouse()
+            code = fleet.start(last.name).process.wait(PATIENCE_SECONDS)
+        assert code == 0, fleet.tails()
+        digests = {each.island: each.digest for each in fleet.observe()}  # of the last round
+        assert set(digests) == set(names)
+        assert len(set(digests.values())) == 1
+        recorded = {state for path in records for _, state in read_records(path).values()}
+        assert recorded == set(digests.values())
+        assert all(summary_of(RunPaths(each.run)).state is State.COMPLETE for each in (first, last))
         assert fleet.check() > 0
 
 

@@ -51,16 +51,16 @@ def test_a_report_has_what_the_codec_sends_and_what_the_memory_takes():
 
 def test_four_bits_take_an_eighth_of_the_network():
     exact, four = island(*STREAMING), island(*STREAMING, *FOUR_BITS)
-    ratio = exact.traffic.bytes_a_period() / four.traffic.bytes_a_period()
+    ratio = exact.bytes_a_period() / four.bytes_a_period()
     assert ratio == pytest.approx(32 / 4.25, rel=0.05), "norms stay exact"
-    assert exact.traffic.host_bytes() == four.traffic.host_bytes()
+    assert exact.host_bytes() == four.host_bytes()
 
 
 def test_rounds_hide_behind_the_steps_until_the_next():
     """A late round is taken where it arrives; the island waits where the next one would depart."""
     found = island(*STREAMING).to_dict(BOUND, None)
     edge = found["hidden_gbit_per_second"]
-    traffic = island(*STREAMING).traffic
+    traffic = island(*STREAMING)
     steps = [traffic.hiding_steps(number) for number in range(3)]
     assert sum(steps) == 8
     seconds = [traffic.seconds(traffic.island.schedule.round_fragment(n), edge * 1e9 / 8) for n in range(3)]
@@ -79,13 +79,13 @@ def test_plain_diloco_and_lockstep_wait():
     assert slow["utilisation"] == pytest.approx(8 * STEP_SECONDS / (8 * STEP_SECONDS + slow["round_seconds"]))
     free, bound = island(*STREAMING), island(*STREAMING, "--islands.lockstep=true")
     assert (free.lockstep, bound.lockstep) == (False, True)
-    assert bound.traffic.hiding_steps(0, lockstep=True) == 1 < free.traffic.hiding_steps(0)
+    assert bound.hiding_steps(0) == 1 < free.hiding_steps(0)
 
 
 def test_as_many_islands_as_have_to_be_there():
-    assert island(*STREAMING).traffic.members == 2
-    assert island(*STREAMING, "--islands.min_members_to_start=5").traffic.members == 5
-    assert island(*STREAMING, "--islands.min_members_to_start=5", count=7).traffic.members == 7
+    assert island(*STREAMING).members == 2
+    assert island(*STREAMING, "--islands.min_members_to_start=5").members == 5
+    assert island(*STREAMING, "--islands.min_members_to_start=5", count=7).members == 7
     assert joining_costs(setup_of(*STREAMING), None) is None
 
 

@@ -14,7 +14,7 @@ from gregale.data.sources import TextSource
 from gregale.data.tokenizers import BpeConfig
 from gregale.errors import KeyedError, UserError
 from gregale.islands.config import IslandsConfig
-from gregale.islands.protocol.messages import heal_seconds, timing_of
+from gregale.islands.protocol.messages import timing_of
 from gregale.methods.config import DilocoConfig, SyncConfig
 from gregale.model.config import Llama3Scaling
 from gregale.model.llama import LlamaConfig
@@ -211,7 +211,7 @@ def test_seconds_of_islands_are_those_of_the_network_but_what_is_given():
     lan, wan = timing_of(IslandsConfig()), timing_of(IslandsConfig(network="wan", reduce_seconds=7.0))
     assert (lan.heartbeat_seconds, wan.heartbeat_seconds) == (2.0, 10.0)
     assert (wan.reduce_seconds, wan.grace_seconds) == (7.0, None)
-    assert heal_seconds(IslandsConfig()) < heal_seconds(IslandsConfig(network="wan"))
+    assert lan.heal_seconds < wan.heal_seconds
 
 
 def test_names_and_addresses_of_islands_are_checked():

@@ -34,11 +34,9 @@ from gregale.islands.protocol.messages import (
     decode_all,
     unpack,
 )
-from gregale.islands.protocol.running_time import RunningTime
-from gregale.islands.protocol.stalls import Stalls
+from gregale.islands.protocol.stalls import RunningTime, Stalls
 from gregale.islands.protocol.trainer_side import TrainerSide
 from gregale.islands.state import DataLeases, InnerOptimizerState
-from gregale.islands.trainer_command import RoundPacing
 from gregale.islands.transport.client import (
     OUTWARDS,
     Dial,
@@ -127,7 +125,6 @@ class ViewPoller:
                 self._answered(*reply)
 
     def _is_newest(self) -> bool:
-        """Return whether the current thread has sent the newest request."""
         with self._lock:
             return not self._closed and self._newest is current_thread()
 
@@ -176,16 +173,13 @@ class RoundLog:
         self._sent, self._received = self._count.sent, self._count.received
 
     def wait_begins(self) -> None:
-        """Note that the trainer starts to wait, usually for the current round."""
         self._waits_since = time.time()
 
     def wait_ends(self) -> None:
-        """Note that the trainer continues."""
         self._count_waiting()
         self._waits_since = None
 
     def _count_waiting(self) -> None:
-        """Add the waiting time until now to the current round, if there is one."""
         if self._waits_since is None:
             return
         now = time.time()
@@ -267,7 +261,6 @@ class PeerProbe:
         self.silent: list[str] = []
 
     def reason(self) -> str:
-        """Return a text that names the silent peers; empty if all answered."""
         return f"{' and '.join(self.silent)} did not answer" if self.silent else ""
 
     def __enter__(self) -> "PeerProbe":
@@ -295,12 +288,6 @@ class PeerProbe:
                     return
 
 
-def announce(address: str, token: bytes, number: int, dial: Dial) -> None:
-    """Announce to a peer that a round is due. A lost announcement is not repeated here."""
-    with suppress(PeerUnreachable, RequestRejected):
-        call(address, token, {"kind": "due", "round": number}, TELL_SECONDS, dial)
-
-
 class LatestWork(ThreadPoolExecutor):
     """Threads for work by key: one piece at a time for each key, and the newest replaces a piece that waits."""
 
@@ -326,38 +313,6 @@ class LatestWork(ThreadPoolExecutor):
                     del self._latest[key]
                 else:
                     self.submit(self._run, key)  # behind the work of other keys
-
-
-def exchanged(
-    action: protocol.Reduce, member: Member, worker: HostGroup, token: bytes, report: Callable[[str, bool], None]
-) -> protocol.Reduced | protocol.ReduceFailed:
-    """Reduce a round with its members and return the resulting protocol event."""
-    own, heartbeat = member.identity.name, member.timing.heartbeat_seconds
-    place, count = [peer.name for peer in action.members].index(own), len(action.members)
-    # A round that has failed is tried again with probes of all members, because the protocol leaves silent ones out.
-    probed = range(1, count) if member.header.failures else distances(count)
-    others = {peer.name: peer.hosts[0] for peer in (action.members[(place + each) % count] for each in probed)}
-    watch = PeerProbe(others, token, heartbeat, worker.drop_group, worker.dial)
-    try:
-        with watch:
-            digest = worker.reduce(action, own)
-    except NotFinite:
-        return protocol.ReduceFailed(action.key, overflowed=True)
-    except GroupFailed as error:
-        report(f"Round {action.round} is tried again: {watch.reason() or error}", False)
-        return protocol.ReduceFailed(action.key, tuple(watch.silent))
-    return protocol.Reduced(action.key, digest)
-
-
-def fetched(action: protocol.Heal, worker: HostGroup, pace: RoundPacing) -> protocol.Healed | protocol.HealFailed:
-    """Fetch the state of peers, with their inner optimizer if it is wanted, and return the resulting protocol event."""
-    sources, is_whole = action.sources, pace.schedule.fragments == 1  # then a round changes the whole state
-    try:
-        outer = newest(lambda settled: worker.heal(sources, settled), is_whole, worker.timeouts.reduce)
-        worker.inherit(sources)
-        return protocol.Healed(outer)
-    except TransferFailed as error:
-        return protocol.HealFailed(str(error))
 
 
 def newest(heal: Callable[[bool], FetchedState], waits: bool, seconds: float) -> OuterRecord:
@@ -460,7 +415,6 @@ class Driver:
     # Methods that the trainer calls, from its own thread.
 
     def stepped(self) -> None:
-        """Count a step that was dispatched to the device."""
         with self._lock:
             self._trainer.stepped(self._time(), self.waiting_seconds)
 
@@ -497,14 +451,12 @@ class Driver:
         return self.worker.side
 
     def take(self) -> int | None:
-        """Take the next batch and return its first example; None if no example is leased."""
         with self._lock:
             first = self.leases.take()
             self.worker.granted(first)
             return first
 
     def used(self, batches: int) -> int:
-        """Return the number of examples used by the lease holder after this process's first `batches` batches."""
         return self.leases.used_after(batches)
 
     def to_save(self, batches: int) -> dict[str, Any]:
@@ -556,7 +508,6 @@ class Driver:
 
     @property
     def round(self) -> int:
-        """The number of committed rounds; -1 before the fleet starts."""
         return self.outer.round if self.outer is not None else NO_ROUND
 
     @property
@@ -571,7 +522,6 @@ class Driver:
 
     @property
     def members(self) -> tuple[str, ...]:
-        """The names of the members of the newest round."""
         return self._log.members
 
     def show(self) -> dict[str, Any]:
@@ -586,14 +536,12 @@ class Driver:
         return {}
 
     def shown(self, inner: InnerOptimizerState) -> None:
-        """Serve this copy of the inner optimizer to joining islands."""
         self.worker.show(inner)
         with self._changed:
             self._is_copy_wanted, self._copied_step = False, inner.step
             self._changed.notify_all()
 
     def inherited(self) -> InnerOptimizerState | None:
-        """Return and clear this host's shards of a peer's inner optimizer, for a command with `inherits`."""
         return self.worker.inherited()
 
     def confirm(self) -> None:
@@ -655,7 +603,7 @@ class Driver:
                 self._asking.ask(header, needed)
             case protocol.AnnounceRound(addresses, number):
                 for address in addresses:
-                    self._announcing.put(address, partial(announce, address, self.token, number, self.worker.dial))
+                    self._announcing.put(address, partial(self._announce, address, number))
             case protocol.RequestMessage() | protocol.LeaveDone():
                 pass  # `post` wakes the trainer: its side finds a request in the handover, and `order` the leave
             case protocol.Reduce():
@@ -719,15 +667,42 @@ class Driver:
 
     # Methods that run in threads.
 
+    def _announce(self, address: str, number: int) -> None:
+        """Announce to a peer that a round is due. A lost announcement is not repeated here."""
+        with suppress(PeerUnreachable, RequestRejected):
+            call(address, self.token, {"kind": "due", "round": number}, TELL_SECONDS, self.worker.dial)
+
     def _reduce(self, action: protocol.Reduce) -> None:
-        self._log.members = tuple(member.name for member in action.members)
-        self.post(exchanged(action, self.member, self.worker, self.token, self.report))
+        own, members = self.member.identity.name, action.members
+        self._log.members = tuple(member.name for member in members)
+        place, count = self._log.members.index(own), len(members)
+        # A round that has failed is tried again with probes of all, because the protocol leaves silent ones out.
+        probed = range(1, count) if self.member.header.failures else distances(count)
+        others = {peer.name: peer.hosts[0] for peer in (members[(place + each) % count] for each in probed)}
+        seconds, worker = self.member.timing.heartbeat_seconds, self.worker
+        watch = PeerProbe(others, self.token, seconds, worker.drop_group, worker.dial)
+        try:
+            with watch:
+                event = protocol.Reduced(action.key, worker.reduce(action, own))
+        except NotFinite:
+            event = protocol.ReduceFailed(action.key, overflowed=True)
+        except GroupFailed as error:
+            self.report(f"Round {action.round} is tried again: {watch.reason() or error}", False)
+            event = protocol.ReduceFailed(action.key, tuple(watch.silent))
+        self.post(event)
 
     def _heal(self, action: protocol.Heal) -> None:
+        """Fetch the state of peers, with their inner optimizer if it is wanted."""
         with self._lock:
             self._log.begin()
-        began = time.monotonic()
-        event = fetched(action, self.worker, self.pace)
+        began, worker, sources = time.monotonic(), self.worker, action.sources
+        is_whole = self.pace.schedule.fragments == 1  # then a round changes the whole state
+        try:
+            outer = newest(lambda settled: worker.heal(sources, settled), is_whole, worker.timing.reduce_seconds)
+            worker.inherit(sources)
+            event = protocol.Healed(outer)
+        except TransferFailed as error:
+            event = protocol.HealFailed(str(error))
         self.healing_seconds += time.monotonic() - began
         self.post(event)
 

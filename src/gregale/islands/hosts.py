@@ -17,12 +17,13 @@ waits until `gregale.distributed.liveness` ends the process.
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
+from itertools import chain
 from queue import Queue
 from threading import Condition, Lock, Thread
 from typing import Any, NamedTuple
@@ -33,7 +34,7 @@ from gregale.distributed.agreement import canonical
 from gregale.errors import UserError
 from gregale.islands.network_reducer import Handle
 from gregale.islands.outer import HostOuter, OuterView, Prepared, ValidatedState
-from gregale.islands.protocol.messages import OuterRecord, Peer, Reduce
+from gregale.islands.protocol.messages import OuterRecord, Peer, Reduce, Timing
 from gregale.islands.state import Expected, InnerOptimizerState
 from gregale.islands.trainer_command import DeviceToHostCopy, RoundPacing, TrainerCommand, from_wire
 from gregale.islands.transport.client import (
@@ -48,18 +49,11 @@ from gregale.islands.transport.client import (
 from gregale.islands.transport.group import Count, Group, GroupFailed
 from gregale.islands.transport.link_rate import LinkRate
 from gregale.islands.transport.server import Server
-from gregale.islands.transport.transfer import Fetcher, ServedArray, Snapshot, TransferFailed
+from gregale.islands.transport.transfer import Fetcher, Snapshot, TransferFailed, VersionedArray
 from gregale.methods.schedule import Schedule
 
 Messages = Mapping[str, np.ndarray]
 COMMIT_SECONDS = 3.0  # from the end of a reduce to the view that commits it, as a joiner expects it
-
-
-class Timeouts(NamedTuple):
-    """Limits for waiting for other hosts, in seconds."""
-
-    reduce: float
-    heal: float
 
 
 class OuterSnapshot(NamedTuple):
@@ -104,7 +98,7 @@ class HostWorker:
     schedule: Schedule  # maps a round to its fragment
     server: Server  # serves this host's shards to peers
     token: bytes
-    timeouts: Timeouts
+    timing: Timing
     host: int = 0  # the index of this host in its island
     inner: Expected = field(default_factory=dict)  # shape and dtype of this host's shards of the inner optimizer
     count: Count = field(default_factory=Count)  # of the bytes of rounds and healing
@@ -135,7 +129,7 @@ class HostWorker:
 
     def reduce(self, action: Reduce, name: str) -> str:
         """Average a fragment, prepare its outer step, and return the new digest. Raises GroupFailed and NotFinite."""
-        self.server.outer.expect(self.timeouts.reduce)
+        self.server.outer.expect(self.timing.reduce_seconds)
         try:
             digest = self._reduce(action, name)
         except (GroupFailed, NotFinite):
@@ -153,11 +147,11 @@ class HostWorker:
         arguments = messages, action.weights
         try:
             if len(names) == 1:
-                reduced = reducer.reduce(*arguments, LocalLink(), error, self.timeouts.reduce)
+                reduced = reducer.reduce(*arguments, LocalLink(), error, self.timing.reduce_seconds)
             else:
                 link = self._joined(action.key, action.members, rank)
                 with self.rate.measured(link.streams):
-                    reduced = reducer.reduce(*arguments, link, error, self.timeouts.reduce, action.parts)
+                    reduced = reducer.reduce(*arguments, link, error, self.timing.reduce_seconds, action.parts)
         except GroupFailed:
             self.drop_group()
             raise
@@ -168,7 +162,6 @@ class HostWorker:
         return prepared.digest
 
     def commit(self, key: str, outer: OuterRecord) -> None:
-        """Commit a result, and serve it."""
         prepared, is_used = self._results.pop(key)
         self.outer.commit(prepared, outer.round)
         self._results.clear()
@@ -180,12 +173,10 @@ class HostWorker:
         self._results.pop(key, None)
 
     def meet(self, own: Sequence[str], others: Sequence[Sequence[str]], relay: str) -> None:
-        """Follow the addresses of a view: of this island's hosts, of the others' hosts, and of the coordinator."""
         peers = [hosts[self.host] for hosts in others if len(hosts) > self.host]
         self.server.paths.update(own[self.host], peers, relay)
 
     def drop_group(self) -> None:
-        """Drop the group; all its other members notice immediately."""
         with self._lock:
             group, self._group = self._group, None
         if group is not None:
@@ -194,8 +185,8 @@ class HostWorker:
     def publish(self, outer: OuterRecord) -> None:
         """Serve the current state under this record to healing islands."""
         self._record = outer
-        leaves = {name: ServedArray(held.array, held.version) for name, held in self.outer.leaves().items()}
-        self.server.outer.publish(Snapshot(outer.generation.number, outer.round, leaves, {"outer": outer.to_json()}))
+        facts = {"outer": outer.to_json()}
+        self.server.outer.publish(Snapshot(outer.generation.number, outer.round, self.outer.leaves(), facts))
 
     def fetch(self, sources: Sequence[Peer], settled: bool) -> FetchedState:
         """Fetch this host's shards of the state of peers; keep the own shards. Raises TransferFailed."""
@@ -205,7 +196,7 @@ class HostWorker:
             self._fetcher = Fetcher(self.token, expected, held, self.server.paths.dial)
         addresses = [source.hosts[self.host] for source in sources]
         manifest = "/manifest/settled" if settled else "/manifest"
-        fetched = self._fetcher.fetch(addresses, self.timeouts.heal, manifest)
+        fetched = self._fetcher.fetch(addresses, self.timing.heal_seconds, manifest)
         self.count.received += fetched.received_bytes
         try:
             self._offered = self.outer.check(fetched.arrays, fetched.offer.versions)
@@ -215,7 +206,6 @@ class HostWorker:
             raise DigestMismatch(f"{', '.join(addresses)} sent an invalid state: {error}") from None
 
     def install(self, outer: OuterRecord) -> None:
-        """Adopt the last fetched state, and serve it under this record."""
         assert self._offered is not None
         self.outer.take_over(self._offered)
         self._offered = None
@@ -225,20 +215,18 @@ class HostWorker:
         self.publish(outer)
 
     def show(self, inner: InnerOptimizerState) -> None:
-        """Serve a copy of the inner optimizer's shards, replacing the previous copy."""
-        leaves = {name: ServedArray(array, inner.step) for name, array in inner.arrays.items()}
+        leaves = {name: VersionedArray(array, inner.step) for name, array in inner.arrays.items()}
         self.server.inner.publish(Snapshot(0, inner.step, leaves))
 
     def inherit(self, source: str) -> int:
         """Fetch the inner optimizer's shards from a peer's host; return its step count. Raises TransferFailed."""
         self._inner = None
         with closing(Fetcher(self.token, self.inner, dial=self.server.paths.dial)) as fetcher:
-            fetched = fetcher.fetch([source], self.timeouts.heal, "/manifest/inner")
+            fetched = fetcher.fetch([source], self.timing.heal_seconds, "/manifest/inner")
         self._inner = InnerOptimizerState(fetched.offer.round, fetched.arrays)
         return fetched.offer.round
 
     def inherited(self) -> InnerOptimizerState | None:
-        """Return and clear the fetched shards of a peer's inner optimizer."""
         inner, self._inner = self._inner, None
         return inner
 
@@ -253,7 +241,7 @@ class HostWorker:
         group.count = self.count
         with self._lock:
             self._group = (members, group)  # before it connects, so that `drop_group` can end that
-        group.connect(self.timeouts.reduce)
+        group.connect(self.timing.reduce_seconds)
         return group
 
     def _end_fetching(self) -> None:
@@ -307,13 +295,11 @@ class RemoteHost:
         return answer
 
     def await_messages(self) -> None:
-        """Wait until the host has its messages of the round that was requested."""
         with self._changed:
             self._changed.wait_for(lambda: self._message_count or self._is_closed)
             self._message_count -= 1
 
     def await_copy(self, step: int, seconds: float) -> None:
-        """Wait until the host serves its inner optimizer after step `step` or later. Raises RequestRejected."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._copied_step >= step, seconds):
                 raise RequestRejected(f"host {self.number} has not copied its inner optimizer in time")
@@ -385,7 +371,6 @@ class HostConnection:
         return commands
 
     def close(self) -> None:
-        """Close the connection: nothing is sent or received any more."""
         self._is_closed = True
         with self._lock:
             self._sends.close()
@@ -414,7 +399,7 @@ class HostGroup:
     """
 
     def __init__(self, own: HostWorker, others: Sequence[RemoteHost] = (), wants_inner: bool = False):
-        self.timeouts, self.count = own.timeouts, own.count
+        self.timing, self.count = own.timing, own.count
         self.wants_inner, self._has_inner = wants_inner, False
         self._own, self._others = own, others
         self._met: tuple[Any, ...] = ()
@@ -433,7 +418,6 @@ class HostGroup:
         return self._own.server.paths.dial
 
     def meet(self, name: str, addresses: Mapping[str, tuple[str, ...]], relay: str) -> None:
-        """Follow the addresses of a view, by the names of islands; `name`: of this one; `relay`: of the coordinator."""
         met = addresses.get(name, ()), [hosts for other, hosts in addresses.items() if other != name], relay
         if met != self._met and len(met[0]) > len(self._others):
             self._met = met
@@ -441,7 +425,6 @@ class HostGroup:
             self._send("meet", *met)
 
     def ordered(self, order: TrainerCommand | None) -> None:
-        """Send a command to the trainers of all hosts (None: take a step)."""
         self._own.ordered(order)
         self._send("ordered", None if order is None else [type(order).__name__, *order])
 
@@ -450,7 +433,6 @@ class HostGroup:
         self._send("granted", first)
 
     def store_messages(self, number: int, messages: Messages) -> None:
-        """Store host 0's messages of a round; return when all hosts have theirs."""
         self._own.store_messages(number, messages)
         for host in self._others:
             host.await_messages()
@@ -483,7 +465,6 @@ class HostGroup:
         self._own.drop_group()
 
     def publish(self, outer: OuterRecord) -> None:
-        """Serve the unchanged state under another record."""
         self._own.publish(outer)
         self._send("publish", outer.to_json())
 
@@ -496,7 +477,7 @@ class HostGroup:
 
         - `settled`: wait a few seconds for the end of the round that the peers are making
         """
-        until = time.monotonic() + self.timeouts.heal
+        until = time.monotonic() + self.timing.heal_seconds
         try:
             return self._fetch(sources, settled)
         except DigestMismatch as error:
@@ -569,11 +550,9 @@ class HostGroup:
         return has_inner
 
     def show(self, inner: InnerOptimizerState) -> None:
-        """Serve host 0's shards of the inner optimizer."""
         self._own.show(inner)
 
     def await_copies(self, step: int) -> None:
-        """Wait until the other hosts serve their shards of this step too. Raises RequestRejected."""
         for host in self._others:
             host.await_copy(step, COPY_SECONDS)
 
@@ -581,7 +560,6 @@ class HostGroup:
         return self._own.inherited()
 
     def handle(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Answer a message of another host. Raises RequestRejected."""
         for host in self._others:
             if host.number == message.get("host"):
                 return host.handle(message)
@@ -672,7 +650,6 @@ class Follower:
     # Methods that the trainer calls, as on a driver.
 
     def order(self, starved: bool = False) -> TrainerCommand | None:
-        """Return the next command of host 0; wait for it."""
         del starved
         found = self._orders.get()
         if isinstance(found, UserError):
@@ -681,11 +658,9 @@ class Follower:
         return order
 
     def take(self) -> int | None:
-        """Return the first example of the next batch."""
         return self._grants.get()
 
     def message_sent(self, number: int, fetch_down: Callable[[], DeviceToHostCopy], used: int) -> None:
-        """Store this host's messages of a round."""
         del used
 
         def store(found: DeviceToHostCopy) -> None:
@@ -704,17 +679,14 @@ class Follower:
         """Do nothing: host 0 counts the steps."""
 
     def to_save(self, batches: int) -> dict[str, Any]:
-        """Return empty values: host 0 counts steps and examples, and holds the leases."""
         del batches
         return {"steps": 0, "holder": "", "used": 0}
 
     def used(self, batches: int) -> int:
-        """Return 0: host 0 counts the examples and reports them to the fleet."""
         del batches
         return 0
 
     def shown(self, inner: InnerOptimizerState) -> None:
-        """Serve this host's shards of the inner optimizer, and report that to host 0."""
         self._worker.show(inner)
         self._link.send({"shown": inner.step})
 
@@ -722,7 +694,6 @@ class Follower:
         return self._worker.inherited()
 
     def diverged(self) -> bool:
-        """Return False: host 0 decides, and a command follows."""
         return False
 
     def leave(self) -> None:
@@ -741,7 +712,7 @@ class Follower:
     # Commands of host 0.
 
     def _listen(self) -> None:
-        for message in self._received():
+        for message in chain.from_iterable(iter(self._link.receive, None)):
             arguments = message["with"]
             match message["do"]:
                 case "ordered":
@@ -768,10 +739,6 @@ class Follower:
                     self._worker.meet(*arguments)
                 case "drop_group":
                     self._worker.drop_group()
-
-    def _received(self) -> Iterator[dict[str, Any]]:
-        while (messages := self._link.receive()) is not None:
-            yield from messages
 
     def _reduce(self, key: str, number: int, members: list, weights: list[float], parts: list[int], name: str) -> str:
         return self._worker.reduce(Reduce(key, number, _peers(members), tuple(weights), tuple(parts)), name)

@@ -12,7 +12,7 @@ from gregale.atomic_files import remove
 from gregale.data.sources.base import expand
 from gregale.errors import UserError
 from gregale.islands.config import IslandsConfig
-from gregale.islands.transport.revocations import Revocations, list_beside
+from gregale.islands.transport.revocations import Revocations, list_beside, new_entry
 from gregale.islands.transport.tls import certificates, read_credentials, tls_contexts
 from gregale.programs.command import Command
 from gregale.settings import Range, Settings, setting
@@ -37,8 +37,8 @@ def make_key(options: KeyOptions) -> int:
     """Write a key file that only its owner may read; a file that exists is not overwritten."""
     path, token, revoked = authority(options.token_file)
     out = Path(expand(options.out or f"{options.name}.key", "out"))
-    count = revoked.count(options.name)
-    content = certificates().key_file(token, options.name, count, options.days)
+    known = revoked.of(options.name)
+    content = certificates().key_file(token, options.name, known, options.days)
     try:
         with open(out, "xb", opener=partial(os.open, mode=0o600)) as file:
             try:
@@ -54,8 +54,9 @@ def make_key(options: KeyOptions) -> int:
             f"out: {out} cannot be written ({error.strerror}). Give a path in a folder that exists, with space."
         ) from None
     say(
-        f"{out}: the key of {options.name}, made with {count} revocations, for {options.days:g} days, for its "
-        f"islands.token_file. Keep {path} here."
+        f"{out}: the key of {options.name}, for {options.days:g} days, for its islands.token_file. It follows the "
+        f"{sum(known.values())} revocations of {options.name} in {list_beside(path)}: a coordinator that knows another "
+        f"refuses it. Keep {path} here."
     )
     return 0
 
@@ -86,17 +87,16 @@ class RevocationOptions(Settings):
 
 
 def revoke(options: RevocationOptions) -> int:
-    """Add one to the number of revocations of a name, and sign it."""
+    """Sign a revocation of a name that no key has followed yet."""
     path, token, revoked = authority(options.token_file)
+    entry = new_entry(options.name)
     with revoked.rewriting():  # of two commands, the second reads what the first wrote
-        count = revoked.count(options.name) + 1
-        signature = certificates().signed_revocation(token, options.name, count)
-        revoked.merge({options.name: [count, signature]})
+        revoked.merge({entry: [1, certificates().signed_revocation(token, entry, 1)]})
     say(
-        f"Revocation {count} of {options.name} is in {list_beside(path)}: it ends the keys of {options.name} that were "
-        f"made with fewer than {count} revocations; the same command again ends later ones. A lighthouse with this "
-        "token_file reads that within a second and tells the islands. For another one, copy it beside its token_file: "
-        "TOKEN_FILE.revoked."
+        f"{list_beside(path)} has a new revocation of {options.name}: it ends all keys of {options.name} made so far, "
+        "also with other copies of the token; the same command again ends later ones. A lighthouse with this "
+        "token_file reads that within a second and tells the islands. For another one, and to make keys with another "
+        "copy, copy it beside that token_file: TOKEN_FILE.revoked."
     )
     return 0
 

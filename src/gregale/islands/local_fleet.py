@@ -42,8 +42,6 @@ _KILL_AFTER_SECONDS = 60.0
 
 @dataclass
 class Member:
-    """An island's process."""
-
     name: str  # of the island
     run: StoragePath  # its run directory
     output: Path  # the file with its standard output and error
@@ -103,14 +101,13 @@ def claimed(folder: Path) -> Iterator[None]:
 
     A second command would overwrite the logs and the configuration of the first.
     """
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(locked(folder / "lock"))
-        except LockHeld as held:
-            raise Busy(
-                f"{folder}: another `gregale islands` ({held}) runs this fleet; stop it, or take another name."
-            ) from None
-        yield
+    try:
+        with locked(folder / "lock"):
+            yield
+    except LockHeld as held:
+        raise Busy(
+            f"{folder}: another `gregale islands` ({held}) runs this fleet; stop it, or take another name."
+        ) from None
 
 
 def end(processes: Sequence[subprocess.Popen], number: int = signal.SIGTERM) -> None:
@@ -154,11 +151,8 @@ def folder_of(config: TrainConfig) -> Path:
 
 
 class Fleet:
-    """The lighthouse and the islands of one command."""
-
     def __init__(self, options: IslandsOptions, config: TrainConfig, folder: Path, screen: Screen):
         self._options, self._folder, self._screen = options, folder, screen
-        self._islands = settings_of(config)
         self._token = folder / "token"
         make_token(self._token)
         if options.fresh:
@@ -179,7 +173,6 @@ class Fleet:
         return self._finish()
 
     def end(self) -> None:
-        """End the running processes, the islands first."""
         end([member.process for member in self._members])
         if self._lighthouse is not None:
             end([self._lighthouse])
@@ -191,7 +184,6 @@ class Fleet:
         self._stopped = signal.Signals(number).name
 
     def _write_config(self, config: TrainConfig) -> Path:
-        """Write the configuration of all islands to a file; return its path."""
         path = self._folder / "config.yaml"
         number = max(settings_of(config).min_members_to_start, self._options.count)  # all of them are started at once
         islands = replace(settings_of(config), name=None, min_members_to_start=number, token_file=str(self._token))
@@ -199,11 +191,9 @@ class Fleet:
         return path
 
     def _start(self) -> None:
-        output = self._folder / "lighthouse.log"
-        self._lighthouse, address = start_lighthouse(self._token, output)
-        names = [
-            f"{self._name}-{chr(ord('a') + number % 26)}{number // 26 or ''}" for number in range(self._options.count)
-        ]
+        self._lighthouse, address = start_lighthouse(self._token, self._folder / "lighthouse.log")
+        numbers = range(self._options.count)
+        names = [f"{self._name}-{chr(ord('a') + number % 26)}{number // 26 or ''}" for number in numbers]
         for name in names:
             self._members.append(self._start_island(name, address))
         self._screen.message(
@@ -225,7 +215,6 @@ class Fleet:
         return Member(name, run, output, command, start(command, output))
 
     def _watch(self) -> None:
-        """Show the fleet until all islands have ended."""
         seconds = STORE_SECONDS if isinstance(self._runs, ObjectPath) else SECONDS
         reported: set[str] = set()
         asked, shown = False, time.monotonic()

@@ -161,7 +161,6 @@ class Island(Method):
         return leaves_of(jax.eval_shape(fragment.take, self.parameters), self.finest, ISLAND, replicated=False)
 
     def rows(self, leaf: ShardedLeaf) -> RowLayout:
-        """Return a device's rows of its shard of an array."""
         return rows_of(prod(leaf.shape), self.reduce, leaf.exact)
 
     @property
@@ -217,7 +216,6 @@ class Island(Method):
         return messages, error._replace(first=updated(error.first, new))
 
     def root_mean_square(self, parameters: Tree, theta: Tree, fragment: Fragment) -> jax.Array:
-        """Compute `norm`, inside jit."""
         finest = self.finest
         own = finest.constrain(fragment.take(parameters), finest.params)
         differences = jax.tree.map(pseudo_gradient, jax.tree.leaves(theta), jax.tree.leaves(own))
@@ -247,14 +245,12 @@ class Island(Method):
         keep: jax.Array,
         new_error: ErrorState | None,
     ) -> tuple[Tree, ErrorState]:
-        """Compute `arrive`, inside jit: the parameters and the error, whole."""
         arrived = all_gather_params(theta, self.layout)
         part = mixed_with(fragment.take(parameters), arrived, keep)
         parameters = self.layout.constrain(fragment.put(parameters, part), self.layout.params)
         return parameters, error if new_error is None else fragment.put(error, new_error)
 
     def rebased(self, parameters: Tree, before: Tree, theta: Tree, fragment: Fragment) -> Tree:
-        """Compute `rebase`, inside jit: the parameters, whole."""
         change = all_gather_params(jax.tree.map(jnp.subtract, theta, before), self.layout)
         part = jax.tree.map(jnp.add, fragment.take(parameters), change)
         return self.layout.constrain(fragment.put(parameters, part), self.layout.params)
@@ -287,7 +283,6 @@ class Island(Method):
         return self.inner.spikes
 
     def step(self, state: IslandState, batch: Tree, limits: Limits | None = None) -> tuple[IslandState, StepMetrics]:
-        """Run one step of the island alone."""
         psdp, metrics = self.inner.step(state.psdp, batch, limits)
         return state._replace(psdp=psdp), metrics
 
@@ -304,7 +299,6 @@ class Island(Method):
         return self.inner.inspected(state.psdp, batch, probe)
 
     def bytes_sent(self, step: int) -> int:
-        """Return 0 bytes over an axis of the mesh. `NetworkReducer.bytes_sent` counts those over the network."""
         del step
         return 0
 
@@ -312,12 +306,10 @@ class Island(Method):
         return self.inner.trees(state.psdp)
 
     def traffic(self, step: ParameterShape) -> PsdpTraffic:
-        """Return the traffic of steps inside the island; `IslandTraffic` has the network's."""
         return self.inner.traffic(step)
 
 
 def as_island(method: Method) -> Island:
-    """Return the method of an island's run."""
     assert isinstance(method, Island)
     return method
 

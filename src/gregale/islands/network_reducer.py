@@ -40,14 +40,10 @@ class Link(Protocol):
     """
 
     @property
-    def size(self) -> int:
-        """Return R, the number of members of the group."""
-        ...
+    def size(self) -> int: ...
 
     @property
-    def rank(self) -> int:
-        """Return this member's index among them."""
-        ...
+    def rank(self) -> int: ...
 
     def send(self, peer: int, data: np.ndarray, tag: int) -> Handle: ...
 
@@ -150,7 +146,6 @@ class NetworkReducer:
         return first.message_bytes(rows.row), second.message_bytes(rows.row)
 
     def programs(self, key: str) -> RowPrograms:
-        """Return the compiled programs for the rows of a shard."""
         rows, config = self.rows[key], self.config
         keeps = config.feedback is not None and config.gather_codec != "none" and not rows.exact
         beta = config.feedback.beta if config.feedback is not None and keeps else None
@@ -158,8 +153,6 @@ class NetworkReducer:
 
 
 class _Incoming(NamedTuple):
-    """A message that this member is receiving."""
-
     data: np.ndarray
     handle: Handle
 
@@ -266,7 +259,6 @@ class _Reduce:
         return np.concatenate([np.asarray(message) for message in messages])
 
     def _finish(self, wave: int) -> None:
-        """Decode the averages of a wave."""
         link = self._link
         for owner in (link.rank, *self._peers()):
             for bucket in self._buckets_of(wave, owner):

@@ -26,6 +26,7 @@ from gregale.communication.reduce import ShardedLeaf
 from gregale.islands.method import Island
 from gregale.islands.network_reducer import NetworkReducer, OwnError, Reduced
 from gregale.islands.shards import host_device, keys_here, on_devices, shards_here
+from gregale.islands.transport.transfer import VersionedArray
 from gregale.methods.diloco import outer_step
 from gregale.methods.schedule import Fragment
 
@@ -43,18 +44,15 @@ class FragmentShards(NamedTuple):
     rows: dict[str, RowLayout]  # by key: the rows of messages
 
     def expected(self) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
-        """Return type and shape of every array by name."""
         arrays = named(self.index, self.theta, self.optimizer)
         return {name: (np.dtype(array.dtype), array.shape) for name, array in arrays.items()}
 
     @property
     def size(self) -> int:
-        """Return the bytes of all arrays."""
         return sum(dtype.itemsize * prod(shape) for dtype, shape in self.expected().values())
 
 
 def part_of(island: Island, index: int) -> FragmentShards:
-    """Return the fragment with this number."""
     fragment, mesh = island.fragment(index), island.layout.mesh
     tree = jax.eval_shape(fragment.take, island.parameters)
     leaves = island.leaves(fragment)
@@ -68,7 +66,6 @@ def part_of(island: Island, index: int) -> FragmentShards:
 
 
 def shape_of(leaf: ShardedLeaf) -> tuple[int, ...]:
-    """Return the shape of the whole array."""
     return tuple(axis.size for axis in leaf.axes)
 
 
@@ -77,13 +74,11 @@ def theta_name(index: int, key: str) -> str:
 
 
 def optimizer_names(index: int, optimizer: Tree) -> list[str]:
-    """Return the names of the optimizer's arrays, in the order of its leaves."""
     leaves = jax.tree_util.tree_flatten_with_path(optimizer)[0]
     return [f"{index}/optimizer/{jax.tree_util.keystr(path, simple=True, separator='.')}" for path, _ in leaves]
 
 
 def named(index: int, theta: Mapping[str, Any], optimizer: Tree) -> dict[str, Any]:
-    """Return the arrays of both, by name."""
     arrays = zip(optimizer_names(index, optimizer), jax.tree.leaves(optimizer), strict=True)
     return {theta_name(index, key): array for key, array in theta.items()} | dict(arrays)
 
@@ -91,13 +86,6 @@ def named(index: int, theta: Mapping[str, Any], optimizer: Tree) -> dict[str, An
 Arrays = dict[str, np.ndarray]
 
 DIGEST_BYTES = 16
-
-
-class VersionedArray(NamedTuple):
-    """An array that peers may request."""
-
-    array: np.ndarray
-    version: int  # the round of its fragment's last change
 
 
 class OuterView(NamedTuple):
@@ -239,7 +227,6 @@ class HostOuter:
 
     @property
     def digest(self) -> str:
-        """Return a digest of all arrays of this host: equal on islands with bit-equal outer state."""
         return self._joint_digest(self._digests)
 
     def leaves(self, moment: OuterView | None = None) -> dict[str, VersionedArray]:
@@ -320,7 +307,6 @@ class HostOuter:
 
     @cached_property
     def parts(self) -> list[FragmentShards]:
-        """Return the abstract fragments, by number."""
         return [part_of(self.island, index) for index in range(self.island.schedule.fragments)]
 
     @cached_property
@@ -332,12 +318,10 @@ class HostOuter:
         return jax.jit(step)
 
     def _theta(self, index: int, moment: OuterView | None = None) -> Arrays:
-        """Return theta of a fragment, by key."""
         held = (moment or self.now()).held[index]
         return {key: held[theta_name(index, key)] for key in self.parts[index].theta}
 
     def _optimizer(self, index: int) -> Tree:
-        """Return the optimizer's state of a fragment on this host."""
         held, state = self._held[index], self.parts[index].optimizer
         arrays = [held[name] for name in optimizer_names(index, state)]
         return jax.tree.unflatten(jax.tree.structure(state), arrays)

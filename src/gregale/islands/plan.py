@@ -21,17 +21,21 @@ from gregale.runs.sections import JoiningCosts
 from gregale.terminal import Console, print_table
 
 FLOAT32 = 4
+SHOWN_GBIT_PER_SECOND = (0.05, 0.2, 1.0, 10.0, 100.0)
+MIN_MEMBERS = 2
 
 
 @dataclass(frozen=True)
-class IslandTraffic:
-    """The traffic of one of several islands that all contribute; nothing is allocated.
+class IslandTraffic(JoiningCosts):
+    """The costs of one of several equal islands that all contribute; nothing is allocated.
 
     Values count the devices that this process addresses: those of one host in a plan that simulates one.
     """
 
     island: Island  # the method
     members: int  # R, islands
+    hosts: int = 1  # of the island; each sends its own shards over its own link
+    lockstep: bool = False
 
     def bytes_sent(self, index: int) -> int:
         """Return one host's most bytes sent (and received) in a round of a fragment: (R - 1) / R of each phase."""
@@ -42,21 +46,20 @@ class IslandTraffic:
         return sum(self.bytes_sent(index) for index in self._fragments)
 
     def seconds(self, index: int, bytes_per_second: float) -> float:
-        """Return the time of a fragment's two phases over a host's link with this bandwidth each way."""
         return self.bytes_sent(index) / bytes_per_second
 
-    def hiding_steps(self, number: int, lockstep: bool = False) -> int:
+    def hiding_steps(self, number: int) -> int:
         """Return the number of steps between the send of round `number` and its island's wait for it.
 
         It is tau if tau = 0, or in lockstep. Otherwise it is the steps until the next round is due: an island applies a
         late round on arrival, and waits only at the next send.
         """
         schedule = self.island.schedule
-        if lockstep or schedule.delay == 0:
+        if self.lockstep or schedule.delay == 0:
             return schedule.delay
         return schedule.round_step(number + 1) - schedule.round_step(number)
 
-    def period_seconds(self, step_seconds: float, bytes_per_second: float, lockstep: bool = False) -> float:
+    def period_seconds(self, step_seconds: float, bytes_per_second: float) -> float:
         """Return the time of H steps of `step_seconds` with their rounds, one at a time, over such a link:
 
         H s + sum_n max(0, seconds(fragment of n) - hiding_steps(n) s)
@@ -64,7 +67,7 @@ class IslandTraffic:
         schedule, waited = self.island.schedule, 0.0
         for number in self._fragments:
             round_seconds = self.seconds(schedule.round_fragment(number), bytes_per_second)
-            waited += max(0.0, round_seconds - self.hiding_steps(number, lockstep) * step_seconds)
+            waited += max(0.0, round_seconds - self.hiding_steps(number) * step_seconds)
         return schedule.period * step_seconds + waited
 
     def host_bytes(self) -> int:
@@ -90,6 +93,45 @@ class IslandTraffic:
         During the round it also holds the fragment's next error, and at its ends theta's fragment under `params`.
         """
         return max(self._on_device(index) for index in self._fragments)
+
+    def to_dict(self, bound: Roofline | None, gbit_per_second: float | None) -> dict[str, Any]:
+        schedule, seconds = self.island.schedule, None if bound is None else bound.overlapped
+        asked = () if gbit_per_second is None else (gbit_per_second,)
+        links: list[float] = sorted({*SHOWN_GBIT_PER_SECOND, *asked})
+        return {
+            "members": self.members,
+            "hosts": self.hosts,
+            "period": schedule.period,
+            "fragments": schedule.fragments,
+            "delay": schedule.delay,
+            "bytes_per_round": max(map(self.bytes_sent, self._fragments)),
+            "bytes_per_period": self.bytes_a_period(),
+            "host_bytes": self.host_bytes(),
+            "host_bytes_in_flight": self.host_bytes_in_flight(),
+            "device_bytes": self.device_bytes(),
+            "device_bytes_in_flight": self.device_bytes_in_flight(),
+            "step_seconds": seconds,
+            "hidden_gbit_per_second": None if seconds is None else self._hidden(seconds),
+            "links": {} if seconds is None else {f"{link:g}": self._at(link, seconds) for link in links},
+        }
+
+    def _at(self, gbit_per_second: float, step_seconds: float) -> dict[str, float]:
+        """Return the longest round, and compute time / elapsed time, on a host link with this rate each way."""
+        speed = gbit_per_second * GBIT
+        return {
+            "round_seconds": max(self.seconds(index, speed) for index in self._fragments),
+            "utilisation": self.island.schedule.period * step_seconds / self.period_seconds(step_seconds, speed),
+        }
+
+    def _hidden(self, step_seconds: float) -> float | None:
+        """Return the host link in Gbit/s on which no step waits for a round; None: each round delays a step."""
+        needed = 0.0
+        for number in self._fragments:
+            if (steps := self.hiding_steps(number)) == 0:
+                return None
+            sent = self.bytes_sent(self.island.schedule.round_fragment(number))
+            needed = max(needed, sent / (steps * step_seconds) / GBIT)
+        return needed
 
     def _in_flight(self, index: int) -> int:
         reducer = self._reducers[index]
@@ -121,66 +163,7 @@ class IslandTraffic:
         return [self._host.reducer(index) for index in self._fragments]
 
 
-SHOWN_GBIT_PER_SECOND = (0.05, 0.2, 1.0, 10.0, 100.0)
-MIN_MEMBERS = 2
-
-
-@dataclass(frozen=True)
-class IslandCosts(JoiningCosts):
-    """One island of a fleet of equal islands, all of which are members."""
-
-    traffic: IslandTraffic
-    hosts: int  # hosts of the island; each sends its own shards over its own link
-    lockstep: bool  # see `IslandTraffic.period_seconds`
-
-    def device_bytes_in_flight(self) -> int:
-        return self.traffic.device_bytes_in_flight()
-
-    def to_dict(self, bound: Roofline | None, gbit_per_second: float | None) -> dict[str, Any]:
-        traffic, schedule = self.traffic, self.traffic.island.schedule
-        seconds = None if bound is None else bound.overlapped
-        asked = () if gbit_per_second is None else (gbit_per_second,)
-        links: list[float] = sorted({*SHOWN_GBIT_PER_SECOND, *asked})
-        return {
-            "members": traffic.members,
-            "hosts": self.hosts,
-            "period": schedule.period,
-            "fragments": schedule.fragments,
-            "delay": schedule.delay,
-            "bytes_per_round": max(traffic.bytes_sent(index) for index in range(schedule.fragments)),
-            "bytes_per_period": traffic.bytes_a_period(),
-            "host_bytes": traffic.host_bytes(),
-            "host_bytes_in_flight": traffic.host_bytes_in_flight(),
-            "device_bytes": traffic.device_bytes(),
-            "device_bytes_in_flight": traffic.device_bytes_in_flight(),
-            "step_seconds": seconds,
-            "hidden_gbit_per_second": None if seconds is None else self._hidden(seconds),
-            "links": {} if seconds is None else {f"{link:g}": self._at(link, seconds) for link in links},
-        }
-
-    def _at(self, gbit_per_second: float, step_seconds: float) -> dict[str, float]:
-        """Return the longest round, and compute time / elapsed time, on a host link with this rate each way."""
-        traffic, speed = self.traffic, gbit_per_second * GBIT
-        fragments = range(traffic.island.schedule.fragments)
-        period = traffic.period_seconds(step_seconds, speed, self.lockstep)
-        return {
-            "round_seconds": max(traffic.seconds(index, speed) for index in fragments),
-            "utilisation": traffic.island.schedule.period * step_seconds / period,
-        }
-
-    def _hidden(self, step_seconds: float) -> float | None:
-        """Return the host link in Gbit/s on which no step waits for a round; None: each round delays a step."""
-        schedule, needed = self.traffic.island.schedule, 0.0
-        for number in range(schedule.fragments):
-            steps = self.traffic.hiding_steps(number, self.lockstep)
-            if steps == 0:
-                return None
-            sent = self.traffic.bytes_sent(schedule.round_fragment(number))
-            needed = max(needed, sent / (steps * step_seconds) / GBIT)
-        return needed
-
-
-def island_costs(islands: IslandsConfig, method: Method, count: int | None) -> IslandCosts | None:
+def island_costs(islands: IslandsConfig, method: Method, count: int | None) -> IslandTraffic | None:
     """Return the costs of an island; None for another method.
 
     - `count`: number of islands; None: the configured minimum, and at least two
@@ -189,7 +172,7 @@ def island_costs(islands: IslandsConfig, method: Method, count: int | None) -> I
         return None
     members = count or max(MIN_MEMBERS, islands.min_members_to_start, islands.min_members)
     hosts = len({device.process_index for device in method.layout.mesh.devices.flat})
-    return IslandCosts(IslandTraffic(method, members), hosts, islands.lockstep)
+    return IslandTraffic(method, members, hosts, islands.lockstep)
 
 
 def print_costs(island: dict[str, Any], console: Console) -> None:

@@ -25,13 +25,12 @@ from gregale.distributed.liveness import Elapsed, Phase
 from gregale.errors import UserError
 from gregale.islands.config import IslandsConfig, settings_of
 from gregale.islands.driver import Driver
-from gregale.islands.hosts import Follower, HostConnection, HostGroup, HostWorker, RemoteHost, Timeouts, joint_digest
+from gregale.islands.hosts import Follower, HostConnection, HostGroup, HostWorker, RemoteHost, joint_digest
 from gregale.islands.method import Island
 from gregale.islands.outer import HostOuter
 from gregale.islands.protocol.ledger import LeasePolicy, digest_of
-from gregale.islands.protocol.member import Member
-from gregale.islands.protocol.member_state import Identity
-from gregale.islands.protocol.messages import Columns, OuterRecord, Rules, heal_seconds, seed, timing_of, unpack
+from gregale.islands.protocol.member import Identity, Member
+from gregale.islands.protocol.messages import Columns, OuterRecord, Rules, seed, timing_of, unpack
 from gregale.islands.protocol.trainer_side import REDUCES
 from gregale.islands.state import (
     DataLeases,
@@ -46,7 +45,7 @@ from gregale.islands.steps import IslandResources, IslandSteps, StatusTracker
 from gregale.islands.trainer_command import RoundPacing
 from gregale.islands.transport.coordinator import CoordinatorClient, headers_of_fleet
 from gregale.islands.transport.lighthouse import NAME
-from gregale.islands.transport.server import Reach, Server
+from gregale.islands.transport.server import Endpoint, Server
 from gregale.islands.transport.tls import NEW_KEY, read_credentials
 from gregale.methods.schedule import Schedule
 from gregale.programs.command import Command
@@ -83,8 +82,6 @@ def shards_of(outer: HostOuter) -> str:
 
 @dataclass(frozen=True)
 class IslandOptions:
-    """Options of the command, beside the configuration."""
-
     fresh: bool = setting(False, "do not resume: set an existing run aside and join anew")
 
 
@@ -264,12 +261,11 @@ def join(run: PreparedRun, start: Start, token: bytes, status: StatusTracker, ru
     outer.begin(start.state.method.psdp.parameters)
     saved = run.checkpoints.metadata(start.step)["islands"] if start.step else None
     server = Server(
-        islands.bind,
+        Endpoint(islands.bind, address=islands.address, name=first_message(islands.own_name) or ""),
         token,
         status.on_message,
         status.status,
         lambda line: say(f"refused: {line}"),
-        reach=Reach(islands.address, first_message(islands.own_name) or ""),
     )
     record = seed(joint_digest(messages_of_all(outer.digest)))
     if saved is not None:
@@ -277,8 +273,7 @@ def join(run: PreparedRun, start: Start, token: bytes, status: StatusTracker, ru
         digest = joint_digest(messages_of_all(outer.digest))
         run_on_all(lambda: check_restored(record, digest, folder))
         check_stage(run.number, record)
-    timeouts = Timeouts(timing.reduce_seconds, heal_seconds(islands))
-    worker = HostWorker(outer, schedule, server, token, timeouts, host, expected(start.state.method.psdp))
+    worker = HostWorker(outer, schedule, server, token, timing, host, expected(start.state.method.psdp))
     if saved is not None:
         worker.publish(record)  # members behind it in a restarted fleet heal from it
     addresses, (first, *_) = (tuple(messages_of_all(each)) for each in (server.address, server.inside_address))
@@ -330,7 +325,6 @@ def join(run: PreparedRun, start: Start, token: bytes, status: StatusTracker, ru
 
 
 def note_stalled(run: RunDirectory, line: str | None) -> None:
-    """Write the reason why rounds have stopped, for `gregale watch`; ignore errors."""
     with suppress(OSError, StoreError):
         write_bytes(run.stalled, (line or "").encode())
 
@@ -361,7 +355,6 @@ def check_restored(record: OuterRecord, digest: str, folder: StoragePath) -> Out
 
 
 def check_stage(number: int, record: OuterRecord) -> None:
-    """Raise `UserError` if the fleet has begun other stages by this round than the configuration has."""
     if (begun := len(record.ledger.stages)) != number:
         raise UserError(
             f"stages: the fleet is in stage {begun + 1} after round {record.round}, but by this configuration in stage "

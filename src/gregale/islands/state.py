@@ -33,10 +33,11 @@ from gregale.checkpoint.store import delete
 from gregale.data.mixtures import MixtureHistory, with_mixture
 from gregale.errors import UserError
 from gregale.islands.method import Island
-from gregale.islands.outer import NO_OWN_LEAVES, HostOuter, OwnLeaves, VersionedArray
+from gregale.islands.outer import NO_OWN_LEAVES, HostOuter, OwnLeaves
 from gregale.islands.protocol.ledger import Lease, Ledger
 from gregale.islands.protocol.messages import OuterRecord
 from gregale.islands.shards import keys_here, on_devices, shards_here
+from gregale.islands.transport.transfer import VersionedArray
 from gregale.methods.method import PsdpState
 from gregale.runs.config import TrainConfig
 from gregale.storage import StoragePath, StoreError, digest, names, parallel_map, write_bytes
@@ -53,7 +54,6 @@ class SavedOuterState(NamedTuple):
 
 
 def folder_of(directory: StoragePath, number: int) -> StoragePath:
-    """Return the folder of the outer state after `number` rounds."""
     return directory / f"round-{number:08d}"
 
 
@@ -125,7 +125,6 @@ def read_outer(directory: StoragePath, number: int) -> SavedOuterState:
 
 
 def keep_rounds(directory: StoragePath, numbers: Iterable[int]) -> None:
-    """Delete the folders of all other rounds; ignore errors."""
     kept = {folder_of(directory, number).name for number in numbers}
     for name in names(directory):
         if name.startswith("round-") and name not in kept:
@@ -165,7 +164,6 @@ def _is_of(folder: StoragePath, outer: OuterRecord) -> bool:
 
 
 def _remove(folder: StoragePath, chosen: Callable[[str], bool]) -> None:
-    """Delete the chosen files of a folder; ignore errors."""
     with suppress(OSError, StoreError):
         for name in filter(chosen, names(folder)):
             (folder / name).unlink(missing_ok=True)
@@ -252,7 +250,6 @@ class DataLeases:
         self.update(*self._newest)
 
     def take(self) -> int | None:
-        """Take the next batch and return its first example; None if no example is leased."""
         with self._lock:
             while self._lease is not None and (spans := self._lease.after(self._taken).spans):
                 start, stop = spans[0]
@@ -265,7 +262,6 @@ class DataLeases:
             return None
 
     def is_empty(self) -> bool:
-        """Return whether no batch can be taken."""
         with self._lock:
             return self._lease is None or not self._lease.after(self._taken).spans
 

@@ -259,7 +259,6 @@ class IslandSteps(Steps):
         return state._replace(method=without_nonfinite(state.method))
 
     def seen(self) -> list[float]:
-        """Return the tokens by fragment since this island last contributed to it; wait for the device."""
         return [float(each) for each in jax.device_get(self._seen)]
 
     def _depart(self, state: TrainState, number: int) -> None:
@@ -355,7 +354,6 @@ class LeasedBatches(Iterator[dict[str, NamedArray]]):
         return self._placement.part(self._examples.batch(first, self._placement.size, self._placement.rows))
 
     def close(self) -> None:
-        """End the threads that make batches."""
         self._threads.shutdown(cancel_futures=True)
 
 
@@ -375,7 +373,6 @@ class StatusTracker(Callback):
         self._began, self._lost_before = time.monotonic(), 0.0
 
     def follow(self, driver: Driver) -> None:
-        """Report this driver's rounds too."""
         self._driver = driver
 
     def on_step(self, step: int, metrics: Metrics) -> None:
@@ -387,7 +384,6 @@ class StatusTracker(Callback):
         self.callbacks.on_step(step, {**metrics, **self.fleet_metrics()})
 
     def on_evaluation(self, step: int, metrics: Metrics) -> None:
-        """Pass on the metrics of an evaluation."""
         self._keep(metrics)
         self.callbacks.on_evaluation(step, metrics)
 

@@ -1,7 +1,7 @@
 """The commands to an island's trainer between two steps, and the pacing of rounds."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from gregale.methods.schedule import Schedule
 
@@ -52,9 +52,7 @@ class Finish(NamedTuple):
 
 Arrival = ApplyRound | LoadOuterState
 TrainerCommand = SendMessage | ApplyRound | LoadOuterState | CopyInnerState | Finish
-_KINDS: dict[str, type[TrainerCommand]] = {
-    kind.__name__: kind for kind in (SendMessage, ApplyRound, LoadOuterState, CopyInnerState, Finish)
-}
+_KINDS: dict[str, type[TrainerCommand]] = {kind.__name__: kind for kind in get_args(TrainerCommand)}
 
 
 def from_wire(wire: list[Any] | None) -> TrainerCommand | None:
@@ -78,11 +76,6 @@ class RoundPacing:
     def waits(self) -> bool:
         """Whether the trainer waits for a round tau steps after its message."""
         return self.lockstep or self.schedule.delay == 0
-
-    @property
-    def rounds(self) -> int:
-        """The number of rounds of the whole run."""
-        return self.closing + self.schedule.fragments
 
     @property
     def closing(self) -> int:

@@ -29,3 +29,14 @@ def test_a_request_is_never_sent_under_a_lower_term():
     choice.told(1, 12)
     assert choice.request(2, is_fresh=False) == (1, 12, 2)
     assert Choice(1, HEARTBEAT_SECONDS).request(2, is_fresh=True) == (0, 0, 2)
+
+
+def test_the_record_of_one_coordinator_is_passed_on_to_the_others_unless_most_have_another():
+    choice, own, one, other = Choice(3, HEARTBEAT_SECONDS), (7, "own"), (7, "one"), (7, "other")
+    assert choice.to_record(None) is None
+    choice.answered(2, 3, 0.0, one)
+    assert (choice.recorded, choice.to_record(None)) == (None, one), "this island has no last state, or has died since"
+    assert choice.to_record(own) == own, "no majority has another one"
+    for index in range(2):
+        choice.answered(index, 3, 0.0, other)
+    assert choice.recorded == choice.to_record(None) == choice.to_record(own) == other

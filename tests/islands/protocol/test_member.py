@@ -7,9 +7,7 @@ import pytest
 
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.decision import decide
-from gregale.islands.protocol.member import Member
-from gregale.islands.protocol.member_state import Identity, MemberState
-from gregale.islands.protocol.membership import Membership
+from gregale.islands.protocol.member import Identity, Member
 from gregale.islands.protocol.messages import LAN, NO_ROUND, Generation, Header, Rules, View, seed
 
 
@@ -453,7 +451,7 @@ def test_a_member_with_failing_reduces_pauses_for_a_time_that_doubles():
 def test_a_view_with_a_request_of_an_earlier_view_is_recognised():
     rng, islands = random.Random(0), "abcdefgh"
     numbers = dict.fromkeys(islands, 0)
-    members = {name: MemberState(Identity(name, "s", "", "", ()), seed(""), LAN, Rules()) for name in islands}
+    members = {name: Member(Identity(name, "s", "", "", ()), seed(""), LAN, Rules()) for name in islands}
     views = {name: set() for name in islands}
     repeats = 0
     for number in range(400):
@@ -471,21 +469,6 @@ def test_a_view_with_a_request_of_an_earlier_view_is_recognised():
             views[name] |= asked.items()
             repeats += expected
     assert repeats > 100
-
-
-def test_the_stall_reason_is_what_the_coordinator_waits_for_also_if_a_request_was_lost():
-    """The coordinator then has no request of this island; its answer to a heartbeat names all that it waits for."""
-    a, _ = begun(member("a"), member("b"))
-    ready(a)
-    coordinator = Membership()
-    for name in "ab":
-        coordinator.beat(name, "s", 5.0, 0, 0.0)
-    coordinator.tick(0.0)
-    a.handle(m.Heartbeat(held=coordinator.held("a")))
-    assert a.stall_reason() == (
-        "the coordinator had no request of this island at its last answer; "
-        "the coordinator waits for the requests of a and b"
-    )
 
 
 def test_the_stall_reason_after_a_cut_is_the_cut_and_not_the_others():

@@ -3,8 +3,7 @@
 import pytest
 
 from gregale.islands.protocol import messages as m
-from gregale.islands.protocol.handover import Handover
-from gregale.islands.protocol.trainer_side import TrainerSide
+from gregale.islands.protocol.trainer_side import Handover, TrainerSide
 from gregale.islands.trainer_command import ApplyRound, LoadOuterState, RoundPacing, SendMessage
 from gregale.methods.schedule import Schedule
 

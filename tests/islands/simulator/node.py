@@ -2,14 +2,12 @@
 
 import hashlib
 import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.choice import Choice
-from gregale.islands.protocol.member import Member
-from gregale.islands.protocol.member_state import Identity
+from gregale.islands.protocol.member import Identity, Member
 from gregale.islands.protocol.membership import BEATS_PER_TIMEOUT, Record
 from gregale.islands.protocol.messages import NO_ROUND, OuterRecord, seed
 from gregale.islands.trainer_command import ApplyRound, LoadOuterState
@@ -91,12 +89,11 @@ class Node:
         if world.trace is not None:
             world.log(f"{self.name}: {event} -> {actions}")
         for action in actions:
-            kind = type(action).__name__
-            if kind == self.doom:
+            if type(action).__name__ == self.doom:
                 world.kill(self.name)
             if not self.alive:
                 return
-            getattr(self, "_do" + re.sub("([A-Z])", r"_\1", kind).lower())(action)
+            self._carry_out(action)
         if (verdict := self.member.verdict) is not None:
             self._end(verdict)
         self._wake_in_time()
@@ -126,7 +123,7 @@ class Node:
             self._wake_at = math.inf
             self.tick()
 
-    def _do_request_view(self, action: m.RequestView) -> None:
+    def _request_view(self, action: m.RequestView) -> None:
         self.promised = action.header.weight, self.trainer.message
         self._choice = self.choice.request(action.needed, action.header.round == NO_ROUND)
         self._send(action)
@@ -203,18 +200,52 @@ class Node:
             self._heartbeat = event
             self.tell(event)
 
-    def _do_announce_round(self, action: m.AnnounceRound) -> None:
-        for name in action.addresses:
-            node = self.world.nodes.get(name)
-            if node and self.world.reaches(self.name, name):
-                self.world.send(self.name, name, lambda node=node: node.tell(m.RoundDue(action.round)))
-
-    def _do_request_message(self, _: m.RequestMessage) -> None:
-        """The trainer's side finds it in the handover."""
-
-    def _do_reduce(self, action: m.Reduce) -> None:
-        self.reducing = action.key
-        self.world.reduce(self, action)
+    def _carry_out(self, action: m.Action) -> None:
+        world = self.world
+        match action:
+            case m.RequestView():
+                self._request_view(action)
+            case m.AnnounceRound(addresses, round):
+                for name in addresses:
+                    node = world.nodes.get(name)
+                    if node and world.reaches(self.name, name):
+                        world.send(self.name, name, lambda node=node: node.tell(m.RoundDue(round)))
+            case m.RequestMessage():
+                pass  # the trainer's side finds it in the handover
+            case m.Reduce(key):
+                self.reducing = key
+                world.reduce(self, action)
+            case m.DropGroup():
+                self.reducing = None
+            case m.Discard(key):
+                del self.prepared[key]
+            case m.Commit(key, outer, weight):
+                world.committed(self, action, self.prepared.pop(key))
+                self._take_over(outer)
+                self.trainer.decided(ApplyRound(outer.round - 1, weight))
+            case m.Publish(outer):
+                world.published(self, outer)
+                self._take_over(outer)
+            case m.Install(outer, keeps):
+                world.installed(self, outer)
+                self._take_over(outer)
+                self.trainer.decided(LoadOuterState(outer.round, keeps=keeps))
+            case m.Reset():
+                self.trainer.decided(LoadOuterState(self.member.outer.round))
+            case m.ProbePeers(peers):
+                seconds = world.rng.uniform(0.01, 0.1)
+                world.later(seconds, lambda: self.tell(m.PeersDead(world.dead(self.name, peers))))
+            case m.Heal():
+                world.heal(self, action)
+            case m.LogLine(text) | m.LeftOut(text):
+                world.log(f"{self.name} says: {text}")
+            case m.Rejected():
+                self.alive = False
+            case m.LeaveDone():
+                if self.member.is_complete:
+                    world.save_last(self)
+                self.alive = False
+                world.leave(self)
 
     def reduced(self, key: str, digest: str | None, unreachable: tuple[str, ...]) -> None:
         if self.reducing != key or not self.alive:
@@ -226,46 +257,9 @@ class Node:
             self.prepared[key] = digest
             self.tell(m.Reduced(key, digest))
 
-    def _do_drop_group(self, _: m.DropGroup) -> None:
-        self.reducing = None
-
-    def _do_discard(self, action: m.Discard) -> None:
-        del self.prepared[action.key]
-
-    def _do_commit(self, action: m.Commit) -> None:
-        self.world.committed(self, action, self.prepared.pop(action.key))
-        self._take_over(action.outer)
-        self.trainer.decided(ApplyRound(action.outer.round - 1, action.weight))
-
-    def _do_publish(self, action: m.Publish) -> None:
-        self.world.published(self, action.outer)
-        self._take_over(action.outer)
-
-    def _do_install(self, action: m.Install) -> None:
-        self.world.installed(self, action.outer)
-        self._take_over(action.outer)
-        self.trainer.decided(LoadOuterState(action.outer.round, keeps=action.keeps))
-
-    def _do_reset(self, _: m.Reset) -> None:
-        self.trainer.decided(LoadOuterState(self.member.outer.round))
-
     def _take_over(self, outer: OuterRecord) -> None:
         self.in_fleet_since = min(self.in_fleet_since, self.world.now)
         self.trainer.leased(outer, self.member.holder)
-
-    def _do_probe_peers(self, action: m.ProbePeers) -> None:
-        self.world.later(
-            self.world.rng.uniform(0.01, 0.1), lambda: self.tell(m.PeersDead(self.world.dead(self.name, action.peers)))
-        )
-
-    def _do_heal(self, action: m.Heal) -> None:
-        self.world.heal(self, action)
-
-    def _do_log_line(self, action: m.LogLine) -> None:
-        self.world.log(f"{self.name} says: {action.text}")
-
-    def _do_left_out(self, action: m.LeftOut) -> None:
-        self.world.log(f"{self.name} says: {action.text}")
 
     def complete(self, steps: int, tokens: list[float]) -> None:
         """The run is complete: the process saves, and ends once that is recorded.
@@ -285,12 +279,3 @@ class Node:
             self.world.completed(self, *self._finished)
         else:
             self.world.unrecorded(self)
-
-    def _do_rejected(self, action: m.Rejected) -> None:
-        self.alive = False
-
-    def _do_leave_done(self, action: m.LeaveDone) -> None:
-        if self.member.is_complete:
-            self.world.save_last(self)
-        self.alive = False
-        self.world.leave(self)

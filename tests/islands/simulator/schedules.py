@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.decision import SPLIT_AFTER
-from gregale.islands.protocol.member import Member
-from gregale.islands.protocol.member_state import MOST_LINGERS
+from gregale.islands.protocol.member import MOST_LINGERS, Member
 from gregale.islands.protocol.messages import NO_ROUND, Timing
 from tests.islands.simulator.coordinator import POLL_SECONDS, Coordinator
 from tests.islands.simulator.invariants import BrokenError
@@ -48,6 +47,16 @@ def run(
     world.run_until(FAULT_SECONDS)
     _calm(world, names)
     return _demand_progress(world)
+
+
+def is_found(numbers: range, member_class: type[Member] = Member, coordinators: int = 1) -> bool:
+    """Return whether a planted mistake breaks an invariant in one of these schedules."""
+    try:
+        for number in numbers:
+            run(number, member_class, coordinators=coordinators)
+    except BrokenError:
+        return True
+    return False
 
 
 def begin(number: int, islands: int, timing: Timing | None, delay: float) -> tuple[float, float]:

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from gregale.islands.protocol.member import Member
-from gregale.islands.protocol.member_state import GRACE_STEPS
+from gregale.islands.protocol.member import GRACE_STEPS, Member
 from gregale.islands.protocol.messages import Rules, Timing
 from gregale.islands.protocol.trainer_side import REDUCES
 from gregale.islands.trainer_command import RoundPacing

@@ -12,7 +12,7 @@ from gregale.islands.protocol.messages import LAN, WAN
 from tests.islands.simulator import node
 from tests.islands.simulator.coordinator import Coordinator
 from tests.islands.simulator.invariants import BrokenError
-from tests.islands.simulator.schedules import end_apart, fail_over, run
+from tests.islands.simulator.schedules import end_apart, fail_over, is_found, run
 
 SCHEDULES = 30
 
@@ -92,12 +92,8 @@ def test_a_mistake_that_lets_two_sides_end_apart_is_found(monkeypatch, planted):
     if member is Member:
         monkeypatch.setattr(*((Coordinator, "kind") if issubclass(planted, Membership) else (node, "Choice")), planted)
 
-    def run_until_found() -> None:
-        for number in range(5):
-            end_apart(number, member)
-
     with pytest.raises(BrokenError, match="the run ends with other parameters"):
-        run_until_found()
+        [end_apart(number, member) for number in range(5)]
 
 
 class PromisesNothing(Choice):
@@ -143,10 +139,4 @@ def continues_with_half(view, headers, current, rules, original=decision._surviv
 )
 def test_a_planted_mistake_is_found(monkeypatch, owner, name, planted):
     monkeypatch.setattr(owner, name, planted)
-
-    def run_until_found() -> None:
-        for number in range(10 * SCHEDULES):
-            run(number, coordinators=2)
-
-    with pytest.raises(BrokenError):
-        run_until_found()
+    assert is_found(range(10 * SCHEDULES), coordinators=2)

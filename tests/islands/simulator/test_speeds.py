@@ -5,8 +5,7 @@ from itertools import product
 
 import pytest
 
-from gregale.islands.protocol.member import Member
-from gregale.islands.protocol.member_state import GRACE_STEPS
+from gregale.islands.protocol.member import GRACE_STEPS, Member
 from gregale.islands.protocol.messages import LAN, WAN
 from gregale.methods.schedule import Schedule
 from tests.islands.simulator.invariants import BrokenError

@@ -297,9 +297,6 @@ class World:
         node.previous = self.states[node.identity]
         self.states[node.identity] = outer
 
-    def completed(self, node: Node, steps: int, tokens: list[float]) -> None:
-        self.ended(node)
-
     def save_last(self, node: Node) -> None:
         """An island has the last state of the run, and saves it."""
         self.log(f"{node.name} has saved the last state")
@@ -307,7 +304,7 @@ class World:
         taken = len(self.invariants.taken.get(node.name, []))
         self.disks[node.name] = Checkpoint(node.member.outer, *others), taken
 
-    def ended(self, node: Node) -> None:
+    def completed(self, node: Node, steps: int, tokens: list[float]) -> None:
         """An island has ended with the last state of the run."""
         self.log(f"{node.name} has completed the run")
         self.final.add(node.member.outer.digest)

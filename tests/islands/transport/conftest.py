@@ -1,13 +1,15 @@
 """Real servers on loopback; time limits are far above what anything here takes."""
 
 import socket
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
 
-from gregale.islands.transport.server import Reach, Server
+from gregale.islands.transport.server import Endpoint, Server
 
 TOKEN = b"a token of the fleet"
+WAIT_SECONDS = 20.0
 
 
 @pytest.fixture
@@ -17,8 +19,9 @@ def make_server() -> Iterator[Callable[..., Server]]:
 
     def make(token: bytes = TOKEN, bind: str = "127.0.0.1", **options) -> Server:
         lines: list[str] = []
-        reach = Reach(**{name: options.pop(name) for name in ("address", "name", "recipient") if name in options})
-        server = Server(bind, token, complain=lines.append, reach=reach, **{"on_message": dict, **options})
+        named = {name: options.pop(name) for name in ("address", "name", "recipient") if name in options}
+        endpoint = Endpoint(bind, **named)
+        server = Server(endpoint, token, complain=lines.append, **{"on_message": dict, **options})
         server.complaints = lines  # type: ignore[attr-defined]
         servers.append(server)
         return server
@@ -34,3 +37,11 @@ def received(connection: socket.socket) -> bytes:
         return b"".join(iter(lambda: connection.recv(1 << 16), b""))
     except ConnectionResetError:  # it closed before it had read everything
         return b""
+
+
+def wait_until(true: Callable[[], object], what: Callable[[], object] = str) -> None:
+    """Return when `true` is; otherwise fail with `what`."""
+    until = time.monotonic() + WAIT_SECONDS
+    while not true():
+        assert time.monotonic() < until, what()
+        time.sleep(0.02)

@@ -99,20 +99,19 @@ def test_all_members_notice_when_one_drops_the_group(build):
         group.drop()
 
 
-def test_the_error_for_a_dead_peer_has_its_name(build):
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (Group.drop, "the connection to turin has ended"),
+        (lambda turin: turin.send(0, np.zeros(6, np.uint8)), "turin sends 6 bytes where 5 are expected"),
+    ],
+)
+def test_a_peer_that_is_dead_or_sends_another_size_fails_the_group_by_name(build, fault, reason):
     oslo, turin = build(2, names=["oslo", "turin"])
     under_way = oslo.recv(1, np.zeros(5, np.uint8))
-    turin.drop()
-    with pytest.raises(GroupFailed, match=r"^the connection to turin has ended$"):
+    fault(turin)
+    with pytest.raises(GroupFailed, match=f"^{reason}$"):
         under_way.wait(20.0)
-
-
-def test_a_message_of_another_size_fails_the_group(build):
-    groups = build(2, names=["oslo", "turin"])
-    work = groups[0].recv(1, np.zeros(5, np.uint8))
-    groups[1].send(0, np.zeros(6, np.uint8))
-    with pytest.raises(GroupFailed, match=r"^turin sends 6 bytes where 5 are expected$"):
-        work.wait(20.0)
 
 
 def test_a_silent_member_fails_the_group(build):

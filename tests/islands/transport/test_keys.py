@@ -48,7 +48,8 @@ from gregale.islands.transport.group import Group, GroupFailed
 from gregale.islands.transport.lighthouse import NAME, Lighthouse
 from gregale.islands.transport.revocations import Revocations, list_beside, lock_of
 from gregale.islands.transport.tls import read_credentials, tls_contexts
-from tests.islands.transport.test_lighthouse import TIMING, WAIT_SECONDS
+from tests.islands.transport.conftest import WAIT_SECONDS, wait_until
+from tests.islands.transport.test_lighthouse import TIMING
 
 BEAT = {"format": FORMAT, "kind": "beat", "session": "s", "stalled": "", "round": -1, "here": True, "met": True}
 BEAT |= {"run": ""}
@@ -90,13 +91,13 @@ def signed_by(issuer: x509.Certificate, signer: Ed25519PrivateKey | None, name: 
 
 def foreign(token: bytes) -> dict[str, bytes]:
     """What strangers show: nothing, and keys for the name oslo that the authority has not signed."""
-    own = key_file(token, "rome", 0, 9.0)
+    own = key_file(token, "rome", {}, 9.0)
     member, authority = map(x509.load_der_x509_certificate, certificates_of(own))
     rome = load_pem_private_key(own, None)
     assert isinstance(rome, Ed25519PrivateKey)
     return {
         "nothing": b"",
-        "another fleet's": key_file(b"another token here", "oslo", 0, 9.0),
+        "another fleet's": key_file(b"another token here", "oslo", {}, 9.0),
         "its own, with that name": signed_by(authority, None, "oslo"),
         "its own, with the authority's name": signed_by(authority, None, "gregale fleet"),
         "signed by a member's key": signed_by(member, rome, "oslo"),
@@ -143,13 +144,13 @@ def test_no_port_and_no_client_accepts_a_certificate_that_the_authority_has_not_
         if shown and port == "island":
             context = context_of(shown, ssl.PROTOCOL_TLS_SERVER, tmp_path)
             with false_server(context) as false, pytest.raises(WrongServer, match="it has another token"):
-                ask_status(false, key_file(token, "oslo", 0, 9.0), 5.0)
-    assert call(address, key_file(token, "oslo", 0, 9.0), {**BEAT, "name": "oslo"}, 5.0) is not None
+                ask_status(false, key_file(token, "oslo", {}, 9.0), 5.0)
+    assert call(address, key_file(token, "oslo", {}, 9.0), {**BEAT, "name": "oslo"}, 5.0) is not None
 
 
 @pytest.mark.parametrize("port", PORTS)
 def test_every_port_refuses_a_name_that_is_not_the_keys_and_an_expired_or_revoked_key(listen, token, port):
-    oslo, long_ago = key_file(token, "oslo", 0, 9.0), datetime(2020, 1, 1, tzinfo=UTC)
+    oslo, long_ago = key_file(token, "oslo", {}, 9.0), datetime(2020, 1, 1, tzinfo=UTC)
     address, message = listen(port), {**BEAT, "name": "oslo"}
     for each in (oslo, token):
         call(address, each, message, 5.0)
@@ -158,7 +159,7 @@ def test_every_port_refuses_a_name_that_is_not_the_keys_and_an_expired_or_revoke
             with pytest.raises(RequestRejected, match="it has the key of oslo, not of "):
                 call(address, oslo, {**message, "kind": kind, "name": name}, 5.0)
     with pytest.raises(RequestRejected, match="the key of oslo expired on 2020-01-10"):
-        call(address, key_file(token, "oslo", 0, 9.0, long_ago), message, 5.0)
+        call(address, key_file(token, "oslo", {}, 9.0, long_ago), message, 5.0)
     with closing(PeerClient(address, oslo, 5.0)) as opened:
         opened.connect()
         tls_contexts(token).revoked.take({"oslo": [1, signed_revocation(token, "oslo", 1)]})
@@ -166,7 +167,7 @@ def test_every_port_refuses_a_name_that_is_not_the_keys_and_an_expired_or_revoke
         for path in ("/status", "/manifest", "/nowhere"):
             with pytest.raises(KeyRevoked, match="the key of oslo was revoked"):
                 ask_status_at(address, oslo, path)
-    call(address, key_file(token, "oslo", 1, 9.0), message, 5.0)
+    call(address, key_file(token, "oslo", {"": 1}, 9.0), message, 5.0)
 
 
 def ask_status_at(address: str, token: bytes, path: str) -> dict:
@@ -175,14 +176,14 @@ def ask_status_at(address: str, token: bytes, path: str) -> dict:
 
 
 def test_no_member_answers_in_the_place_of_another(make_server, token):
-    rome, long_ago = key_file(token, "rome", 0, 9.0), datetime(2020, 1, 1, tzinfo=UTC)
+    rome, long_ago = key_file(token, "rome", {}, 9.0), datetime(2020, 1, 1, tzinfo=UTC)
     for held, reason in (
-        (key_file(token, "oslo", 0, 9.0), "it has the key of oslo, not of turin"),
-        (key_file(token, "turin", 0, 9.0, long_ago), "the key of turin expired on 2020-01-10"),
+        (key_file(token, "oslo", {}, 9.0), "it has the key of oslo, not of turin"),
+        (key_file(token, "turin", {}, 9.0, long_ago), "the key of turin expired on 2020-01-10"),
     ):
         with pytest.raises(WrongServer, match=f"is not accepted: {reason}"):
             ask_status(make_server(held, name="turin").address, rome, 5.0)
-    address = make_server(key_file(token, "turin", 0, 9.0), name="turin").address
+    address = make_server(key_file(token, "turin", {}, 9.0), name="turin").address
     assert ask_status(address, rome, 5.0) == {}
     header = Header("oslo", "s", 1, "", "", ("127.0.0.1:1/oslo:ab", address))
     assert isinstance(with_own_addresses(header), GarbageError)
@@ -194,10 +195,10 @@ def test_no_member_answers_in_the_place_of_another(make_server, token):
 
 
 def test_false_coordinators_and_hosts_of_an_island_are_refused(listen, token):
-    oslo = key_file(token, "oslo", 0, 9.0)
+    oslo = key_file(token, "oslo", {}, 9.0)
     with pytest.raises(NotAdmitted, match="is not accepted: it has the key of turin, not of lighthouse"):
-        headers_of_fleet([listen("coordinator", key_file(token, "turin", 0, 9.0)).partition("/")[0]], oslo)
-    assert headers_of_fleet([listen("coordinator", key_file(token, NAME, 0, 9.0)).partition("/")[0]], oslo) == {}
+        headers_of_fleet([listen("coordinator", key_file(token, "turin", {}, 9.0)).partition("/")[0]], oslo)
+    assert headers_of_fleet([listen("coordinator", key_file(token, NAME, {}, 9.0)).partition("/")[0]], oslo) == {}
     tracker = StatusTracker("turin", 1, 0)
     tracker._driver = NoHosts()  # type: ignore[assignment]
     for message in ({"kind": "host", "name": "oslo", "host": 1, "have": 0}, {"kind": "host", "host": 1, "have": 0}):
@@ -212,7 +213,7 @@ class NoHosts:
 
 
 def test_a_stream_for_another_member_is_refused_and_a_revocation_ends_open_streams(make_server, token):
-    keys = [key_file(token, name, 0, 9.0) for name in ("oslo", "turin", "rome")]
+    keys = [key_file(token, name, {}, 9.0) for name in ("oslo", "turin", "rome")]
     servers = [make_server(key, name=name) for key, name in zip(keys, ("oslo", "turin", "rome"), strict=True)]
     names, hosts = ["oslo", "turin"], [server.address for server in servers[:2]]
     groups = [Group("key", rank, hosts, servers[rank], names) for rank in range(2)]
@@ -237,7 +238,7 @@ def test_a_stream_for_another_member_is_refused_and_a_revocation_ends_open_strea
 @pytest.mark.parametrize("revoked", ["oslo", "turin"])
 def test_a_revocation_ends_the_relays_of_its_key_and_no_other_connection(make_server, token, revoked):
     relay = make_server(token, recipient=NAME, relays=4)
-    keys = [key_file(token, name, 0, 9.0) for name in ("oslo", "turin")]
+    keys = [key_file(token, name, {}, 9.0) for name in ("oslo", "turin")]
     caller, called = (
         make_server(key, address="outwards", name=name) for key, name in zip(keys, ("oslo", "turin"), strict=True)
     )
@@ -282,9 +283,7 @@ def test_a_revocation_reaches_coordinators_and_islands_and_outlives_them(token, 
     oslo, turin, coordinator = (read_credentials(Path(f"{name}.key"), "k", name) for name in ("oslo", "turin", NAME))
     first = Lighthouse("127.0.0.1:0", coordinator)
     members = [CoordinatorClient(first.address, name, key, TIMING) for name, key in (("oslo", oslo), ("turin", turin))]
-    assert "oslo is in islands.token.revoked: it ends the keys of oslo that were made with fewer than 1" in commanded(
-        capsys, "revoke", "oslo"
-    )
+    assert "islands.token.revoked has a new revocation of oslo: it ends all keys" in commanded(capsys, "revoke", "oslo")
     Path("lighthouse.key.revoked").write_bytes(list_beside(path).read_bytes())
     wait_until(lambda: members[0].revoked is not None and list_beside(Path("turin.key")).exists())
     with pytest.raises(
@@ -300,19 +299,72 @@ def test_a_revocation_reaches_coordinators_and_islands_and_outlives_them(token, 
         wait_until(list_beside(other).exists)
     with pytest.raises(Revoked, match="the key of oslo was revoked"):
         headers_of_fleet([second.address], oslo)
-    assert "the key of oslo, made with 1 revocations" in commanded(capsys, "key", "oslo", "--out", "new.key")
+    assert "follows the 1 revocations of oslo in islands.token" in commanded(capsys, "key", "oslo", "--out", "new.key")
     assert headers_of_fleet([second.address], read_credentials(Path("new.key"), "k", "oslo")) == {}
     for each in (*members, second):
         each.close()
 
 
-def wait_until(true: Callable[[], bool]) -> None:
-    until = threading.Event()
-    for _ in range(int(WAIT_SECONDS / 0.05)):
-        if true():
-            return
-        until.wait(0.05)
-    pytest.fail("not in time")
+@pytest.mark.parametrize("port", PORTS)
+def test_a_revocation_at_an_outdated_copy_of_the_token_ends_all_keys_made_so_far(listen, token, port, tmp_path, capsys):
+    """The second copy knows none of the first one's revocations, and their lists are merged in either order."""
+    first, second = (written(token, tmp_path / name) for name in ("first", "second"))
+    commanded(capsys, "key", "rome", "--token_file", str(first), "--out", str(tmp_path / "rome"))
+    keys = list[bytes]()
+
+    def make(copy: Path) -> bytes:
+        tls_contexts.cache_clear()  # each command is a process of its own
+        out = tmp_path / f"oslo.{len(keys)}"
+        commanded(capsys, "key", "oslo", "--token_file", str(copy), "--out", str(out))
+        keys.append(out.read_bytes())
+        return keys[-1]
+
+    def revoke(copy: Path) -> None:
+        tls_contexts.cache_clear()
+        commanded(capsys, "revoke", "oslo", "--token_file", str(copy))
+
+    def entries(copy: Path) -> dict:
+        return json.loads(list_beside(copy).read_bytes())
+
+    make(first)
+    make(second)
+    for _ in range(2):
+        revoke(first)
+        make(first)
+    revoke(second)
+    late = make(second)  # it follows the second copy's revocation alone
+    address, message = listen(port), {**BEAT, "name": "oslo"}
+    known = tls_contexts(token).revoked
+    known.take(entries(second))
+    for key in keys[:-1]:
+        with pytest.raises(KeyRevoked, match="the key of oslo was revoked"):
+            call(address, key, message, 5.0)
+    call(address, late, message, 5.0)
+    known.take(entries(first))
+    for key in keys:
+        with pytest.raises(KeyRevoked, match="the key of oslo was revoked"):
+            call(address, key, message, 5.0)
+    list_beside(second).write_text(json.dumps({**entries(first), **entries(second)}))
+    make(second)
+    tls_contexts(token).revoked.take(entries(second))
+    call(address, keys[-1], message, 5.0)
+    call(address, (tmp_path / "rome").read_bytes(), {**message, "name": "rome"}, 5.0)
+
+
+def test_a_key_and_a_list_of_an_earlier_version_hold_and_a_new_revocation_ends_them(listen, token, tmp_path, capsys):
+    path = written(token, tmp_path / "token")
+    list_beside(path).write_text(json.dumps(entry(token, "oslo")))
+    keys = [key_file(token, "oslo", {"": count} if count else {}, 9.0) for count in (0, 1)]
+    address, message = listen("coordinator"), {**BEAT, "name": "oslo"}
+    read_credentials(path, "k", NAME)
+    with pytest.raises(KeyRevoked):
+        call(address, keys[0], message, 5.0)
+    call(address, keys[1], message, 5.0)
+    commanded(capsys, "revoke", "oslo", "--token_file", str(path))
+    with pytest.raises(KeyRevoked):
+        call(address, keys[1], message, 5.0)
+    commanded(capsys, "key", "oslo", "--token_file", str(path), "--out", str(tmp_path / "new"))
+    call(address, (tmp_path / "new").read_bytes(), message, 5.0)
 
 
 def test_a_list_counts_signed_entries_alone_and_never_goes_back(token, tmp_path):
@@ -346,11 +398,21 @@ def test_a_process_that_learns_an_entry_keeps_those_that_another_has_written(tok
     processes = [process_with(token, path) for _ in range(2)]
     commanded(capsys, "revoke", "oslo", "--token_file", str(path))
     processes[0].take(entry(token, "rome"))
-    assert list(json.loads(list_beside(path).read_bytes())) == ["oslo", "rome"]
+    assert [each.partition("/")[0] for each in json.loads(list_beside(path).read_bytes())] == ["oslo", "rome"]
     with processes[1].rewriting():
         assert is_held(lock := lock_of(list_beside(path)))
     assert lock.stat().st_mode & 0o777 == 0o600
-    assert processes[1].count("rome") == 1
+    assert processes[1].of("rome") == {"": 1}
+
+
+def test_a_list_copied_over_another_one_replaces_no_entry_that_a_process_knows(token, tmp_path):
+    path = written(token, tmp_path / "token")
+    known = process_with(token, path)
+    for name in ("oslo", "rome"):
+        list_beside(path).write_text(json.dumps(entry(token, name)))
+        assert known.reload() == ""
+    assert (known.of("oslo"), known.of("rome")) == ({"": 1}, {"": 1})
+    assert list(process_with(token, path).to_json()) == ["oslo", "rome"]
 
 
 def test_a_list_that_could_not_be_read_is_read_again(token, tmp_path):
@@ -362,12 +424,12 @@ def test_a_list_that_could_not_be_read_is_read_again(token, tmp_path):
         assert "cannot be read" in known.reload()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert (known.reload(), known.count("oslo")) == ("", 1)
+    assert (known.reload(), known.of("oslo")) == ("", {"": 1})
 
 
 @pytest.mark.parametrize("port", PORTS)
 def test_a_clock_of_1970_accepts_no_key_and_says_so(listen, token, port, tmp_path, monkeypatch):
-    oslo, message = key_file(token, "oslo", 0, 9.0), {**BEAT, "name": "oslo"}
+    oslo, message = key_file(token, "oslo", {}, 9.0), {**BEAT, "name": "oslo"}
     address = listen(port)
 
     class Clock(datetime):
@@ -440,7 +502,7 @@ def test_an_island_has_a_name_of_its_own(token, tmp_path, monkeypatch, capsys):
 
 
 def test_hosts_of_an_island_with_a_key_need_its_name(token, tmp_path, monkeypatch):
-    path = written(key_file(token, "oslo", 0, 9.0), tmp_path / "oslo.key")
+    path = written(key_file(token, "oslo", {}, 9.0), tmp_path / "oslo.key")
     settings = IslandsConfig(lighthouse="127.0.0.1:1", token_file=str(path))
     monkeypatch.setattr(socket, "gethostname", lambda: "oslo-1")
     with pytest.raises(
@@ -453,7 +515,7 @@ def test_hosts_of_an_island_with_a_key_need_its_name(token, tmp_path, monkeypatc
 
 
 def test_a_member_stays_revoked_when_another_coordinator_fails(token):
-    oslo = key_file(token, "oslo", 0, 9.0)
+    oslo = key_file(token, "oslo", {}, 9.0)
     tls_contexts(token).revoked.take(entry(token, "oslo"))
     with closing(Lighthouse("127.0.0.1:0", token)) as lighthouse:
         client = CoordinatorClient([lighthouse.address, "127.0.0.1:1"], "oslo", oslo, TIMING)

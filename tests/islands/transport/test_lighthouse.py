@@ -7,15 +7,13 @@ import json
 import math
 import os
 import socket
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 
 import pytest
 
-from gregale.distributed.agreement import canonical
 from gregale.errors import UserError
 from gregale.islands.protocol.messages import FORMAT, LAN, Columns, to_texts, unpack
 from gregale.islands.transport.client import PeerClient, RequestRejected
@@ -28,10 +26,9 @@ from gregale.islands.transport.coordinator import (
     headers_of_fleet,
 )
 from gregale.islands.transport.lighthouse import NAME, Lighthouse, read_records, records_beside
-from tests.islands.transport.conftest import TOKEN
+from tests.islands.transport.conftest import TOKEN, WAIT_SECONDS, wait_until
 
 TIMING = replace(LAN, heartbeat_seconds=1.0, join_seconds=0.3, retry_seconds=0.1, hold_seconds=0.1)
-WAIT_SECONDS = 20.0
 
 
 class Fleet:
@@ -53,16 +50,7 @@ class Fleet:
 
     def wait_for(self, *texts: str) -> None:
         """Return when the lighthouse has printed all texts."""
-        until = time.monotonic() + WAIT_SECONDS
-        while missing := [text for text in texts if not any(text in line for line in self.said)]:
-            assert time.monotonic() < until, f"{missing} in {self.said}"
-            time.sleep(0.02)
-
-    def wait_until(self, true) -> None:
-        until = time.monotonic() + WAIT_SECONDS
-        while not true():
-            assert time.monotonic() < until
-            time.sleep(0.02)
+        wait_until(lambda: all(any(text in line for line in self.said) for text in texts), lambda: self.said)
 
     def ask(self, name: str, x: int = 0, needed: int = 1) -> Future[tuple[int, Columns, int]]:
         return self.threads.submit(self.members[name].ask, {"x": x}, needed)
@@ -96,7 +84,7 @@ def headers_in(view: tuple[int, Columns, int]) -> list[dict]:
 def test_all_members_get_the_same_view_with_everybodys_header(fleet):
     fleet.join("a", "b", "c")
     dropped = fleet.ask("a", 0, needed=4)
-    fleet.wait_until(lambda: "1 of at least 4 islands are here (a)" in fleet.members["a"].last_heartbeat.held)
+    wait_until(lambda: "1 of at least 4 islands are here (a)" in fleet.members["a"].last_heartbeat.held)
     newer = fleet.ask("a", 0, needed=3)
     with pytest.raises(RequestDropped, match="has dropped the request"):
         dropped.result()
@@ -113,6 +101,22 @@ def test_all_members_get_the_same_view_with_everybodys_header(fleet):
     assert headers_in(fleet.members["a"].ask(header, 1)) == [{**header, "name": "a"}]
 
 
+def test_an_island_passes_a_record_on_to_the_coordinators_that_lack_it(fleet, tmp_path):
+    paths = [records_beside(tmp_path / name) for name in "xyz"]
+    header, record = {"agreement": "the run", "round": 7, "digest": "last"}, (7, "last")
+    with ExitStack() as stack:
+        lighthouses = [stack.enter_context(closing(Lighthouse("127.0.0.1:0", TOKEN, kept=path))) for path in paths]
+        addresses = [each.address for each in lighthouses]
+        with closing(CoordinatorClient(addresses[1], "a", TOKEN, TIMING)) as a:  # it reaches this one alone, and ends
+            a.ask(header, 1)
+            a.saved = record
+            wait_until(paths[1].exists)
+        late = stack.enter_context(closing(CoordinatorClient(addresses, "late", TOKEN, TIMING)))
+        ThreadPoolExecutor(1).submit(late.ask, {**header, "round": -1, "digest": "seed"}, 1)
+        wait_until(lambda: all(list(read_records(path).values()) == [record] for path in paths))
+        assert late.saved is None
+
+
 def test_a_last_state_is_recorded_once_and_outlives_the_coordinator(tmp_path):
     path = records_beside(tmp_path / "token")
     first = Lighthouse("127.0.0.1:0", TOKEN, kept=path)
@@ -120,10 +124,7 @@ def test_a_last_state_is_recorded_once_and_outlives_the_coordinator(tmp_path):
     with closing(CoordinatorClient(first.address, "a", TOKEN, TIMING)) as a:
         a.ask(header, 1)
         a.saved = 7, "last"
-        until = time.monotonic() + WAIT_SECONDS
-        while a.last_heartbeat.recorded != "last":
-            assert time.monotonic() < until
-            time.sleep(0.02)
+        wait_until(lambda: a.last_heartbeat.recorded == "last")
         first.close()
     (record,) = read_records(path).values()
     assert record == (7, "last")
@@ -131,10 +132,7 @@ def test_a_last_state_is_recorded_once_and_outlives_the_coordinator(tmp_path):
     with closing(second), closing(CoordinatorClient(second.address, "b", TOKEN, TIMING)) as b:
         late = ThreadPoolExecutor(1).submit(b.ask, {**header, "round": -1, "digest": "seed"}, 1)
         b.saved = 7, "other"
-        until = time.monotonic() + WAIT_SECONDS
-        while "the run is complete with 7 rounds" not in b.last_heartbeat.held:
-            assert time.monotonic() < until
-            time.sleep(0.02)
+        wait_until(lambda: "the run is complete with 7 rounds" in b.last_heartbeat.held)
         assert not late.done()
         assert b.last_heartbeat.recorded in ("", "last")
         assert read_records(path) == {next(iter(read_records(path))): (7, "last")}
@@ -189,7 +187,7 @@ def test_an_island_asks_what_a_fleet_agrees_on_before_it_joins(fleet):
     fleet.ask("a", 7).result()
     assert headers_of_fleet(address, TOKEN) == {}, "it has no round yet"
     fleet.members["a"].report(0, None)
-    fleet.wait_until(lambda: headers_of_fleet(address, TOKEN))
+    wait_until(lambda: headers_of_fleet(address, TOKEN))
     assert seen((0, headers_of_fleet(address, TOKEN))) == [("a", 7)]
     with pytest.raises(NotAdmitted, match=r"islands\.lighthouse: .* another token.* islands\.token_file"):
         headers_of_fleet(address, b"another token here")
@@ -198,21 +196,26 @@ def test_an_island_asks_what_a_fleet_agrees_on_before_it_joins(fleet):
     assert headers_of_fleet(address, TOKEN) == {}
 
 
-def test_a_member_that_was_admitted_does_not_end_at_a_refusal(fleet):
+@pytest.mark.parametrize(
+    ("token", "format", "reason"),
+    [(b"another token here", FORMAT, "it has another token"), (TOKEN, 3, "has another version of Gregale")],
+)
+def test_a_member_that_was_admitted_does_not_end_at_a_refusal(fleet, monkeypatch, token, format, reason):
     """Otherwise somebody on the way could end a fleet by answers in the lighthouse's place."""
     fleet.join("a")
-    fleet.restart(b"another token here")
+    monkeypatch.setattr("gregale.islands.transport.lighthouse.FORMAT", format)
+    fleet.restart(token)
     reasons = []
     for _ in range(3):  # the connection that it had breaks first
         with pytest.raises(CoordinatorUnreachable) as failed:
             fleet.ask("a").result()
         reasons.append(str(failed.value))
     assert "refuses a request" in reasons[-1]
-    assert "it has another token" in reasons[-1]
+    assert reason in reasons[-1]
 
 
 def test_reports_of_islands_are_printed_when_rounds_stop(fleet, monkeypatch):
-    monkeypatch.setattr("gregale.islands.protocol.news.FIRST_ROUND_SECONDS", 0.0)
+    monkeypatch.setattr("gregale.islands.protocol.stalls.FIRST_ROUND_SECONDS", 0.0)
     fleet.join("a")
     fleet.members["a"].report(4, "b is waited for")
     fleet.wait_for("s: b is waited for; alive, but not asking for a round: a.")
@@ -231,28 +234,20 @@ def test_an_island_with_other_messages_ends_in_one_line(fleet, monkeypatch):
     older.close()
 
 
-def test_a_lighthouse_with_other_messages_does_not_end_a_known_island(fleet, monkeypatch):
-    fleet.join("a")
-    monkeypatch.setattr("gregale.islands.transport.lighthouse.FORMAT", 3)
-    fleet.restart()
-    reasons = []
-    for _ in range(3):  # the connection that it had breaks first
-        with pytest.raises(CoordinatorUnreachable) as failed:
-            fleet.ask("a").result()
-        reasons.append(str(failed.value))
-    assert "has another version of Gregale" in reasons[-1]
+def asked_by_hand(fleet: Fleet, session: str, header: dict, hold_seconds: float = 0.0) -> dict:
+    """The answer to a request of the island b that it writes itself."""
+    message = {"format": FORMAT, "kind": "ask", "name": "b", "session": session, "number": 1, "needed": 1}
+    message |= dict.fromkeys(("run", "state", "recorded"), "") | {"term": 0, "round": 0, "header": header}
+    message |= {"hold_seconds": hold_seconds, "gather_seconds": 0.0, "heartbeat_seconds": 2 * WAIT_SECONDS}
+    with closing(PeerClient(f"{fleet.lighthouse.address}/{NAME}", TOKEN, WAIT_SECONDS)) as client:
+        return client.request("POST", "/message", json.dumps(message).encode())
 
 
 def test_a_header_that_is_not_of_texts_is_refused_and_the_fleet_goes_on(fleet):
     """A member whose process has an error has the token too. No view could be written as JSON with its number."""
     fleet.join("a", "b")
-    message = {"format": FORMAT, "kind": "ask", "name": "b", "session": "s", "number": 1, "needed": 1, "term": 0}
-    message |= dict.fromkeys(("run", "state", "recorded"), "")
-    message["round"] = 0
-    message |= {"hold_seconds": 20.0, "gather_seconds": 0.1, "heartbeat_seconds": 20.0, "header": {"norm": math.nan}}
-    other = PeerClient(f"{fleet.lighthouse.address}/{NAME}", TOKEN, 20.0)
-    with closing(other), pytest.raises(RequestRejected, match="the values of a header are JSON texts"):
-        other.request("POST", "/message", json.dumps(message).encode())
+    with pytest.raises(RequestRejected, match="the values of a header are JSON texts"):
+        asked_by_hand(fleet, "s", {"norm": math.nan}, hold_seconds=20.0)
     assert seen(fleet.ask_all("ab", 3)[0]) == [("a", 3), ("b", 3)]
 
 
@@ -262,16 +257,8 @@ def test_a_host_that_does_not_answer_delays_only_the_requests_of_its_island_and_
     silent = socket.create_server(("127.0.0.1", 0))
     hosts = [f"127.0.0.1:{silent.getsockname()[1]}/b:1"]
 
-    def asked(session: str, hosts: list[str]) -> dict:
-        message = {"format": FORMAT, "kind": "ask", "name": "b", "session": session, "number": 1, "needed": 1}
-        message |= dict.fromkeys(("run", "state", "recorded"), "")
-        message |= {"term": 0, "round": 0, "gather_seconds": 0.0, "heartbeat_seconds": 2 * WAIT_SECONDS}
-        message |= {"hold_seconds": 0.0, "header": to_texts({"hosts": hosts})}
-        with closing(PeerClient(f"{fleet.lighthouse.address}/{NAME}", TOKEN, WAIT_SECONDS)) as client:
-            return client.request("POST", "/message", canonical(message))
-
     for session in ("s", "s", "t"):
-        assert asked(session, hosts) == {"held": True}
+        assert asked_by_hand(fleet, session, to_texts({"hosts": hosts})) == {"held": True}
     silent.settimeout(WAIT_SECONDS)
     tried, _ = silent.accept()
     silent.setblocking(False)
@@ -282,7 +269,7 @@ def test_a_host_that_does_not_answer_delays_only_the_requests_of_its_island_and_
     found = fleet.lighthouse._reached("b", "s", to_texts({"hosts": hosts})["hosts"], WAIT_SECONDS)
     assert found == '["outwards:b:1/b:1"]'
     with pytest.raises(RequestRejected, match="has 1025 hosts; an island has at most 1024"):
-        asked("s", hosts * 1025)
+        asked_by_hand(fleet, "s", to_texts({"hosts": hosts * 1025}))
 
 
 def test_invalid_addresses(fleet):

@@ -20,7 +20,7 @@ from gregale.islands.transport.client import PeerClient, PeerUnreachable, ask_st
 from gregale.islands.transport.coordinator import CoordinatorClient
 from gregale.islands.transport.group import Group, GroupFailed
 from gregale.islands.transport.lighthouse import Lighthouse
-from gregale.islands.transport.transfer import Fetcher, ServedArray, Snapshot
+from gregale.islands.transport.transfer import Fetcher, Snapshot, VersionedArray
 from tests.islands.transport.conftest import TOKEN
 from tests.ports import free_port
 
@@ -106,7 +106,7 @@ def test_a_state_is_fetched_through_the_relay_and_the_relay_cannot_read_it(sites
 
     monkeypatch.setattr(outwards, "copy", copy)
     array = np.frombuffer(b"the text of a state of an island" * 4096, np.uint8)
-    hosts[1].outer.publish(Snapshot(1, 1, {"leaf": ServedArray(array, 1)}, {}))
+    hosts[1].outer.publish(Snapshot(1, 1, {"leaf": VersionedArray(array, 1)}, {}))
     with closing(Fetcher(TOKEN, {"leaf": (array.shape, array.dtype)}, dial=hosts[2].paths.dial)) as fetcher:
         fetched = fetcher.fetch([hosts[1].address], SECONDS)
     assert np.array_equal(fetched.arrays["leaf"], array)

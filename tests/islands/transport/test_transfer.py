@@ -20,9 +20,9 @@ from gregale.islands.transport.transfer import (
     Assembly,
     Fetched,
     Fetcher,
-    ServedArray,
     Snapshot,
     TransferFailed,
+    VersionedArray,
     largest_manifest_bytes,
     read_manifest,
 )
@@ -42,14 +42,14 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(transfer, "SLOW_SECONDS", 0.2)
 
 
-def leaves(seed: int = 0, version: int = 4) -> dict[str, ServedArray]:
+def leaves(seed: int = 0, version: int = 4) -> dict[str, VersionedArray]:
     random = np.random.default_rng(seed)
     return {
-        "large|0": ServedArray(random.standard_normal(SIZE).astype(np.float32), version),
-        "matrix|0": ServedArray(random.integers(0, 9, (3, 5)).astype(np.int32), version),
-        "half|0": ServedArray(random.standard_normal((2, 7)).astype(ml_dtypes.bfloat16), version),
-        "count|0": ServedArray(np.asarray(seed, np.int64), version),
-        "empty|0": ServedArray(np.zeros((0, 3), np.float32), version),
+        "large|0": VersionedArray(random.standard_normal(SIZE).astype(np.float32), version),
+        "matrix|0": VersionedArray(random.integers(0, 9, (3, 5)).astype(np.int32), version),
+        "half|0": VersionedArray(random.standard_normal((2, 7)).astype(ml_dtypes.bfloat16), version),
+        "count|0": VersionedArray(np.asarray(seed, np.int64), version),
+        "empty|0": VersionedArray(np.zeros((0, 3), np.float32), version),
     }
 
 
@@ -63,7 +63,7 @@ def fetch(sources, token, expected, timeout_seconds, held=None) -> Fetched:
         return fetcher.fetch(sources, timeout_seconds)
 
 
-def assert_is(fetched: Fetched, expected: dict[str, ServedArray]) -> None:
+def assert_is(fetched: Fetched, expected: dict[str, VersionedArray]) -> None:
     assert set(fetched.arrays) == set(expected)
     for name, leaf in expected.items():
         np.testing.assert_array_equal(fetched.arrays[name], leaf.array)
@@ -152,7 +152,7 @@ def test_fetching_from_one_and_from_several_sources(sources):
 def test_many_small_arrays_take_few_requests(make_server, monkeypatch):
     """Each request costs a round trip: seconds between sites, if there were one for each array."""
     server = make_server()
-    many = {f"array{number}|0": ServedArray(np.full(5, number, np.float32), 1) for number in range(200)}
+    many = {f"array{number}|0": VersionedArray(np.full(5, number, np.float32), 1) for number in range(200)}
     server.outer.publish(Snapshot(1, 4, many))
     requests, open_chunks = [], client.PeerClient.open_chunks
     monkeypatch.setattr(client.PeerClient, "open_chunks", lambda *all: requests.append(all) or open_chunks(*all))

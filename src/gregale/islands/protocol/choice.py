@@ -23,8 +23,6 @@ BETTER_BEATS = 2  # for which another coordinator has been better before it is c
 
 @dataclass
 class Heard:
-    """What an island knows of a coordinator."""
-
     at: float = -math.inf  # of its last answer
     hears: int = 0
     term: int = 0
@@ -46,7 +44,6 @@ class Choice:
         self._better: tuple[int, float] = (0, 0.0)  # another coordinator, and since when it has been better
 
     def answered(self, index: int, hears: int, now: float, record: Record | None = None) -> None:
-        """Record the answer of a coordinator to a heartbeat."""
         heard = self._all[index]
         heard.at, heard.hears, heard.record = now, hears, record
 
@@ -93,5 +90,4 @@ class Choice:
         return self.current, self._promised, NEVER if is_fresh and self.current else needed
 
     def told(self, index: int, term: int) -> None:
-        """Record the term of a coordinator, which it tells with each answer."""
         self._all[index].term = term

@@ -204,12 +204,10 @@ class FormGroup:
         return advance(ledger, reports, rules.lease_policy)
 
     def sizes_after(self, sizes: tuple[Size, ...]) -> tuple[Size, ...]:
-        """Return the sizes of the last rounds, including this one."""
         return (*sizes, self.size)[-KEPT:] if self.size else sizes
 
     @property
     def identities(self) -> tuple[str, ...]:
-        """The identities of the members, in rank order."""
         return tuple(peer.identity for peer in self.members)
 
     @property
@@ -233,13 +231,11 @@ Plan = StartFleet | CommitAccepted | NewGeneration | Adopt | FormGroup | Wait
 
 @dataclass(frozen=True)
 class Decision:
-    """The decision that follows from a view."""
-
     plan: Plan  # for the members in `current`
-    top: Header | None  # a header with the newest state; None: no member has a state
-    current: frozenset[str]  # identities
-    sources: tuple[Peer, ...]  # the members that have that state
     refused: dict[str, str]  # reasons by identity
+    top: Header | None = None  # a header with the newest state; None: no member has a state
+    current: frozenset[str] = frozenset()  # identities
+    sources: tuple[Peer, ...] = ()  # the members that have that state
     differ: frozenset[str] = frozenset()  # identities that have another state for the same round
     electors: tuple[str, ...] = ()  # `Header.electors` of that state
     headers: dict[str, Header] = field(default_factory=dict)  # of the view, by identity
@@ -254,7 +250,6 @@ class Decision:
         return tuple(header.hosts[0] for header in self.headers.values() if header.hosts)
 
     def missing(self, group: tuple[Peer, ...]) -> tuple[Peer, ...]:
-        """Return the members of a group that are not in the view."""
         return tuple(peer for peer in group if peer.identity not in self.headers)
 
 
@@ -280,16 +275,16 @@ def _decide(view: View, rules: Rules) -> Decision:
     electors = next((header.electors for header in current if header.electors), ())
     if rules.majority:
         current = [replace(header, voter=header.identity in electors) for header in current]
-    plan = _plan(view, headers, current, rules)
-    return Decision(
-        plan=plan,
-        top=current[0],
-        current=frozenset(header.identity for header in current),
-        sources=tuple(_peer(header) for header in current),
-        refused=refused,
-        differ=frozenset(header.identity for header in at_top if header.digest != digest),
-        electors=electors,
-    )
+    return _of_state(_plan(view, headers, current, rules), refused, current, at_top, electors)
+
+
+def _of_state(
+    plan: Plan, refused: dict[str, str], current: list[Header], at_top: list[Header], electors: tuple[str, ...] = ()
+) -> Decision:
+    """Return the decision of the members with a state, of which others `at_top` have another one."""
+    identities = frozenset(header.identity for header in current)
+    differ = frozenset(header.identity for header in at_top if header.digest != current[0].digest)
+    return Decision(plan, refused, current[0], identities, tuple(map(_peer, current)), differ, electors)
 
 
 def _most_common(values: Iterable[str]) -> str:
@@ -329,22 +324,13 @@ def fingerprint(view: View) -> str:
 
 def _start(view: View, headers: list[Header], refused: dict[str, str], rules: Rules) -> Decision:
     if len(headers) < (needed := max(rules.minimum, rules.start)):
-        return Decision(_too_few(headers, needed), None, frozenset(), (), refused)
-    if any(header.healing for header in headers):
-        healing = _names(header for header in headers if header.healing)
-        return Decision(Wait("islands fetch a state", healing), None, frozenset(), (), refused)
+        return Decision(_too_few(headers, needed), refused)
+    if healing := _names(header for header in headers if header.healing):
+        return Decision(Wait("islands fetch a state", healing), refused)
     digest = _most_common(header.digest for header in headers)
     right = [header for header in headers if header.digest == digest]
-    return Decision(
-        plan=StartFleet(
-            generation=Generation(1, fingerprint(view)), voters=len(right), reports=tuple(_report(h) for h in right)
-        ),
-        top=right[0],
-        current=frozenset(header.identity for header in right),
-        sources=tuple(_peer(header) for header in right),
-        refused=refused,
-        differ=frozenset(header.identity for header in headers if header.digest != digest),
-    )
+    plan = StartFleet(Generation(1, fingerprint(view)), len(right), tuple(map(_report, right)))
+    return _of_state(plan, refused, right, headers)
 
 
 def _report(header: Header, leaving: bool = False) -> LeaseReport:
@@ -432,20 +418,23 @@ def _survivors(view: View, headers: list[Header], current: list[Header], rules: 
         best, holders = None, current
     members = [each for each in holders if each.voter] or holders
     if not (is_alone and len(others) < rules.minimum):
-        missing = _names_of(electors - dead) or tuple(sorted(others))
+        absent = (identity.rpartition("/")[0] for identity in electors - dead)
+        missing = tuple(sorted(absent)) or tuple(sorted(others))
         return Wait("more than half of the islands that made the last round have to be here", missing, missing=True)
+    return _generation(view, current, members, best, True, "the islands that made the last round are dead")
+
+
+def _generation(
+    view: View, current: list[Header], members: list[Header], best: AcceptedResult | None, waited: bool, reason: str
+) -> NewGeneration:
     return NewGeneration(
         generation=Generation(current[0].generation.number + 1, fingerprint(view)),
         members=tuple(_peer(header) for header in members),
         commit=CommitAccepted(best.key, best.digest) if best else None,
-        waited=True,
-        reason="the islands that made the last round are dead",
+        waited=waited,
+        reason=reason,
         reports=tuple(_report(each) for each in members),
     )
-
-
-def _names_of(identities: Iterable[str]) -> tuple[str, ...]:
-    return tuple(sorted(identity.rpartition("/")[0] for identity in identities))
 
 
 def _newest_held(current: list[Header]) -> AcceptedResult | None:
@@ -496,14 +485,8 @@ def _new_generation(view: View, current: list[Header], best: AcceptedResult | No
     if not witness and not any(header.wait_expired for header in current):
         return Wait("the islands that made the last round are missing", missing=True)
     holders = voters if witness else holders  # a view of all voters with the old state shows that no generation began
-    return NewGeneration(
-        generation=Generation(current[0].generation.number + 1, fingerprint(view)),
-        members=tuple(_peer(header) for header in holders),
-        commit=CommitAccepted(best.key, best.digest) if best else None,
-        waited=not witness,
-        reason="half of the islands or more are gone" if witness else "the missing islands did not return in time",
-        reports=tuple(_report(each) for each in holders),
-    )
+    reason = "half of the islands or more are gone" if witness else "the missing islands did not return in time"
+    return _generation(view, current, holders, best, not witness, reason)
 
 
 def _form(view: View, headers: list[Header], current: list[Header], rules: Rules) -> Plan:
@@ -518,7 +501,10 @@ def _form(view: View, headers: list[Header], current: list[Header], rules: Rules
     if not any(weights):
         if all(header.starved for header in group):
             renewal = _split_generation(view, current, group, "no island has data left to train on")
-            return _proposed(view, renewal) if rules.majority else renewal
+            if not rules.majority:
+                return renewal
+            members = tuple(peer.identity for peer in renewal.members)  # they have to hold it before they begin it
+            return Adopt(AcceptedResult(renewal.generation.name, 0, "", members, members, view.stamp), renewal)
         return Wait("no island contributes a message", _names(group), idle=True)
     inside, stage = {header.identity for header in group}, rules.stage_at(current[0].round)
     return FormGroup(
@@ -550,20 +536,9 @@ def _split_generation(view: View, current: list[Header], members: Iterable[Heade
 
     No voter has begun a reduce by an older view, and none of these begins one by this view: so no result is lost.
     """
-    return NewGeneration(
-        generation=Generation(current[0].generation.number + 1, fingerprint(view)),
-        members=tuple(_peer(header) for header in members if header.voter),
-        commit=None,
-        waited=False,
-        reason=reason,
-        reports=tuple(_report(each) for each in current),
-    )
-
-
-def _proposed(view: View, renewal: NewGeneration) -> Adopt:
-    """Return a new generation as a result that its members have to hold before they begin it."""
-    members = tuple(peer.identity for peer in renewal.members)
-    return Adopt(AcceptedResult(renewal.generation.name, 0, "", members, members, view.stamp), renewal)
+    voters = [header for header in members if header.voter]
+    renewal = _generation(view, current, voters, None, False, reason)
+    return replace(renewal, reports=tuple(_report(each) for each in current))
 
 
 def _reaching(current: list[Header], ballot: int, rules: Rules) -> list[Header]:

@@ -57,11 +57,9 @@ class Lease(NamedTuple):
     spans: tuple[Span, ...]
 
     def left(self) -> int:
-        """Return the number of examples not reported as used."""
         return sum(stop - start for start, stop in self.spans)
 
     def after(self, used: int) -> "Lease":
-        """Return the lease after its holder has used `used` examples in all."""
         if used <= self.used:
             return self
         spans, use = [], used - self.used

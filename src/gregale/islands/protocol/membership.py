@@ -44,8 +44,6 @@ Record = tuple[int, str]  # of a complete run: the number of its rounds, and the
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Ask:
-    """A member's request for a view."""
-
     name: str
     session: str
     number: int  # increases with the requests of one session
@@ -125,7 +123,6 @@ class Membership:
 
     @property
     def pending(self) -> dict[str, Ask]:
-        """Requests by name."""
         return {name: owner.ask for name, owner in self._owners.items() if owner.ask}
 
     @property
@@ -211,7 +208,6 @@ class Membership:
                 self._answers.append(Answer(rival.ask, refused=lives))
 
     def ask(self, ask: Ask, now: float) -> None:
-        """Record a member's request; a later tick answers it."""
         session = self._heard(ask.name, ask.session, ask.heartbeat_seconds, now)
         if ask.term and ask.term != self.term:
             if ask.term > self.term:
@@ -236,7 +232,6 @@ class Membership:
             session.ask = session.view = None
 
     def _here(self) -> set[str]:
-        """Return the healthy names that send their requests to this coordinator."""
         return {name for name, owner in self._owners.items() if owner.here}
 
     def record(self, run: str, last: Record) -> bool:
@@ -273,7 +268,6 @@ class Membership:
         return answers + ([Answer(ask, view) for ask in view.asks] if view else [])
 
     def _heard(self, name: str, session: str, heartbeat_seconds: float, now: float) -> Session:
-        """Record that a process is alive."""
         processes = self._sessions.setdefault(name, {})
         found = processes.setdefault(session, Session(session, now, now, heartbeat_seconds))
         self._owners.setdefault(name, found)
@@ -285,7 +279,6 @@ class Membership:
             self._answers.append(Answer(session.ask))
 
     def _is_due(self, pending: dict[str, Ask], now: float) -> bool:
-        """Return whether the pending requests make a view."""
         running = {name for name, owner in self._owners.items() if owner.runs}
         is_beside = bool(running) and not running & pending.keys()  # it may begin a fleet beside one that runs
         is_early = self._early_seconds(pending, now) > 0

@@ -31,6 +31,7 @@ class Timing:
     leave_seconds: float = 20.0  # how long a leaver waits for its last round, and a closing round for a message
     hold_seconds: float = 2.0  # interval in which the coordinator confirms that it still holds a request
     network_seconds: float = 3.0  # the limit of a message to the coordinator and its reply
+    heal_seconds: float = 120.0  # the limit of a transfer of the state
 
     @property
     def gather_seconds(self) -> float:
@@ -58,19 +59,15 @@ WAN = Timing(
     retry_seconds=1.0,
     turnover_seconds=40.0,
     leave_seconds=180.0,
+    heal_seconds=1800.0,
 )
-HEAL_SECONDS = {"lan": 120.0, "wan": 1800.0}
-_KEYS = ("heartbeat_seconds", "grace_seconds", "reduce_seconds")
+_KEYS = ("heartbeat_seconds", "grace_seconds", "reduce_seconds", "heal_seconds")
 
 
 def timing_of(config: IslandsConfig) -> Timing:
     """Return the limits of the configured network, with the values that the user gave."""
     base = LAN if config.network == "lan" else WAN
     return replace(base, **{key: value for key in _KEYS if (value := getattr(config, key)) is not None})
-
-
-def heal_seconds(config: IslandsConfig) -> float:
-    return config.heal_seconds or HEAL_SECONDS[config.network]
 
 
 @dataclass(frozen=True)
@@ -93,7 +90,6 @@ class Rules:
         return self.closing + self.fragments[-1]
 
     def fragments_at(self, round: int) -> int:
-        """Return the number of fragments in the stage that the fleet is in after so many rounds."""
         return self.fragments[min(self.stage_at(round), len(self.fragments) - 1)]
 
     def stage_at(self, round: int) -> int:
@@ -139,7 +135,6 @@ def _read(text: str) -> Any:
 
 
 def unpack(columns: Columns, key: str) -> list[Any]:
-    """Return the value of a key in each object."""
     values, places = columns[key]
     return [values[place] for place in places]
 
@@ -235,7 +230,6 @@ class OuterRecord:
         return digest_of(*parts, self.sizes) if self.sizes else digest_of(*parts)
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON values, for a manifest or a checkpoint."""
         return asdict(self)
 
     @classmethod

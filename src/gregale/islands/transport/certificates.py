@@ -1,8 +1,9 @@
 """The fleet's authority, which is derived from its token, and the keys and revocations that it signs.
 
 A key file has a member's private key, its certificate and the authority's certificate, as PEM. The certificate names
-one island. Its serial number begins with the number of revocations that the name had. So a revocation ends the keys
-that were made before it, whatever the clocks say. Import this module only where it is used: it needs `cryptography`.
+one island, and the revocations of this name that its maker knew (`revocations`): each ID is an organizational unit, and
+the serial number begins with the number of the entry without an ID. Import this module only where it is used: it needs
+`cryptography`.
 """
 
 import hashlib
@@ -25,16 +26,16 @@ SCRYPT = {"salt": b"gregale fleet", "n": 1 << 14, "r": 8, "p": 1, "dklen": 32}
 VALID = datetime(2000, 1, 1), datetime(9999, 1, 1)  # of the authority; no member compares them with its clock
 PLAIN = Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()
 AUTHORITY = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "gregale fleet")])
-RANDOM_BITS = 64  # of a member's serial number, after the number of revocations
+RANDOM_BITS = 64  # of a member's serial number, after a number of revocations
 PURPOSES = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
 _CERTIFICATE = re.compile(rb"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
 
 
 class MemberCertificate(NamedTuple):
-    """What the authority has signed for a member; `revocations`: of the name, before the key was made."""
+    """What the authority has signed for a member; `revocations`: of the name, as `Revocations.of` when it was made."""
 
     name: str
-    revocations: int
+    revocations: dict[str, int]
     begins: datetime
     ends: datetime
 
@@ -52,11 +53,12 @@ def signing_key(token: bytes) -> Ed25519PrivateKey:
     return Ed25519PrivateKey.from_private_bytes(hashlib.scrypt(token, **SCRYPT))
 
 
-def key_file(token: bytes, name: str, revocations: int, days: float, now: datetime | None = None) -> bytes:
+def key_file(token: bytes, name: str, revocations: dict[str, int], days: float, now: datetime | None = None) -> bytes:
     """Return the content of a new key file for a name, which is valid for `days` from now on."""
     key, begins = Ed25519PrivateKey.generate(), now or datetime.now(UTC)
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-    serial = (revocations << RANDOM_BITS) + 1 + secrets.randbits(RANDOM_BITS - 1)
+    units = (x509.NameAttribute(NameOID.ORGANIZATIONAL_UNIT_NAME, each) for each in revocations if each)
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name), *units])
+    serial = (revocations.get("", 0) << RANDOM_BITS) + 1 + secrets.randbits(RANDOM_BITS - 1)
     ends = begins + timedelta(days=days)
     builder = x509.CertificateBuilder(AUTHORITY, subject, key.public_key(), serial, begins, ends)
     builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
@@ -75,25 +77,25 @@ def member_certificate(der: bytes) -> MemberCertificate:
     """Return what a certificate says; `ssl` has checked that the authority has signed it."""
     found = x509.load_der_x509_certificate(der)
     name = found.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value
-    revocations = found.serial_number >> RANDOM_BITS
+    units = found.subject.get_attributes_for_oid(NameOID.ORGANIZATIONAL_UNIT_NAME)
+    revocations = {"": found.serial_number >> RANDOM_BITS, **{str(each.value): 1 for each in units}}
     return MemberCertificate(str(name), revocations, found.not_valid_before_utc, found.not_valid_after_utc)
 
 
-def signed_revocation(token: bytes, name: str, count: int) -> str:
-    """Return the authority's signature that a name has had `count` revocations."""
-    return signing_key(token).sign(revocation_text(name, count)).hex()
+def signed_revocation(token: bytes, entry: str, count: int) -> str:
+    return signing_key(token).sign(revocation_text(entry, count)).hex()
 
 
-def is_revocation(authority: bytes, name: str, count: int, signature: str) -> bool:
-    """Return whether the authority with this certificate (DER) has signed this number of revocations."""
+def is_revocation(authority: bytes, entry: str, count: int, signature: str) -> bool:
+    """Return whether the authority with this certificate (DER) has signed an entry with this number."""
     key = x509.load_der_x509_certificate(authority).public_key()
     assert isinstance(key, Ed25519PublicKey)
     try:
-        key.verify(bytes.fromhex(signature), revocation_text(name, count))
+        key.verify(bytes.fromhex(signature), revocation_text(entry, count))
     except (InvalidSignature, ValueError):
         return False
     return True
 
 
-def revocation_text(name: str, count: int) -> bytes:
-    return canonical(["gregale revocations", name, count])
+def revocation_text(entry: str, count: int) -> bytes:
+    return canonical(["gregale revocations", entry, count])

@@ -82,7 +82,9 @@ class PeerClient:
             raise self._unreachable(error) from None
         if response.status == HTTPStatus.MISDIRECTED_REQUEST:
             raise WrongServer(f"{self.address} is not the expected server, or has started again")
-        reply = json.loads(content if content.startswith(b"{") else decompressed(content, largest_reply_bytes))
+        if not content.startswith(b"{"):  # it is compressed
+            content = zlib.decompressobj().decompress(content, largest_reply_bytes)
+        reply = json.loads(content)
         if response.status != 200:
             kind = KeyRevoked if response.status == HTTPStatus.UNAUTHORIZED else RequestRejected
             raise kind(f"{self.address} refuses: {reply.get('refused', response.status)}")
@@ -183,11 +185,6 @@ def fill(target: memoryview, read: Callable[[memoryview], int]) -> None:
         if not (count := read(target)):
             raise OSError("the connection ended in the middle")
         target = target[count:]
-
-
-def decompressed(content: bytes, largest: int) -> bytes:
-    """Return the first `largest` bytes of a compressed text."""
-    return zlib.decompressobj().decompress(content, largest)
 
 
 def call(address: str, token: bytes, message: dict, timeout_seconds: float, dial: Dial | None = None) -> dict:

@@ -103,7 +103,6 @@ class CoordinatorClient:
 
     @property
     def address(self) -> str:
-        """The address of the chosen coordinator."""
         return self.addresses[self._choice.current]
 
     def turned_to(self) -> str | None:

@@ -62,8 +62,6 @@ class Work:
 
 @dataclass
 class Count:
-    """Bytes that a host has sent and received."""
-
     sent: int = 0
     received: int = 0
 

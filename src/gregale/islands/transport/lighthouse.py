@@ -21,11 +21,10 @@ from gregale.distributed.agreement import canonical
 from gregale.errors import UserError
 from gregale.islands.protocol.membership import MOST_RUNS, Ask, Formed, Membership, Record
 from gregale.islands.protocol.messages import FORMAT, pack, to_texts
-from gregale.islands.protocol.news import News
-from gregale.islands.protocol.running_time import RunningTime
+from gregale.islands.protocol.stalls import News, RunningTime
 from gregale.islands.transport.client import OUTWARDS, PeerUnreachable, RequestRejected, ask_status
 from gregale.islands.transport.listener import RateLimitedLines
-from gregale.islands.transport.server import Reach, Server
+from gregale.islands.transport.server import Endpoint, Server
 from gregale.islands.transport.tls import tls_contexts
 
 # The recipient of requests, and the name of a coordinator's key: any of the fleet, also one that has started again.
@@ -65,9 +64,8 @@ class Lighthouse:
         self._say_change = RateLimitedLines(say, CHANGES_AT_ONCE, SECONDS_PER_CHANGE)
         self._lock, self._closed, self._asked = threading.Lock(), threading.Event(), threading.Event()
         self._waiting: dict[Ask, Future[dict | bytes]] = {}
-        self._server = Server(
-            bind, token, self._take, complain=say, key="bind", reach=Reach(recipient=NAME), relays=MOST_RELAYS
-        )
+        endpoint = Endpoint(bind, key="bind", recipient=NAME)
+        self._server = Server(endpoint, token, self._take, complain=say, relays=MOST_RELAYS)
         self._reached = ReachedHosts(token)
         self.address = f"{self._server.host}:{self._server.port}"
         threading.Thread(target=self._run, name="gregale-lighthouse", daemon=True).start()
@@ -263,7 +261,6 @@ class ReachedHosts:
 
 
 def records_beside(token_file: Path) -> Path:
-    """Return the path of a coordinator's file of complete runs."""
     return token_file.with_name(f"{token_file.name}.complete")
 
 

@@ -56,7 +56,6 @@ class LinkRate:
         self.note([*samples, sample(streams)])
 
     def note(self, samples: Sequence[Sample]) -> None:
-        """Note the samples of a complete round."""
         found = min(map(fastest, zip(*samples, strict=True)))
         if found:
             self._rates.append(found)

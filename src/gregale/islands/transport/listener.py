@@ -35,7 +35,6 @@ class RateLimitedLines:
         self._left, self._filled, self._dropped = self._max_left, time.monotonic(), 0
 
     def __call__(self, line: str) -> None:
-        """Print a line, or count it for the next one."""
         with self._lock:
             now = time.monotonic()
             self._left = min(self._max_left, self._left + (now - self._filled) * self._per_second)
@@ -146,7 +145,6 @@ class Listener(ThreadingHTTPServer):
             shut(request)
 
     def shutdown_request(self, request: Any) -> None:
-        """Close a connection whose thread ends."""
         with self._lock:
             self._unidentified.pop(request, None)
             self._identified.pop(request, None)

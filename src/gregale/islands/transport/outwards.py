@@ -52,8 +52,6 @@ class _Slot:
 
 
 class Parking:
-    """The connections that are parked at a server, by the recipient that has opened them."""
-
     def __init__(self):
         self._changed = threading.Condition()
         self._slots: dict[str, deque[_Slot]] = defaultdict(deque)

@@ -1,4 +1,11 @@
-"""The revocations that a process knows: for each name their number, with the authority's signature.
+"""The revocations that a process knows, each with the authority's signature.
+
+A revocation is an entry `NAME/ID` with the number 1 and a random ID. A key has the IDs of all revocations of its name
+that its maker knew. **A process accepts a key only if the key has each revocation of its name that the process knows.**
+So a revocation ends all keys that were made before it, whatever its maker knew: no earlier key can have its ID. No
+clock and no order of revocations matters. A key whose maker did not know a revocation is refused too.
+
+An entry `NAME` has the number of revocations that an earlier version of Gregale has made; a key has this number too.
 
 Each entry proves itself, and of two the larger number holds. So a list may be copied, sent and merged in any order, and
 no old list brings a key back. The list is in a file beside the token or the key. Each process reads it again when it
@@ -8,6 +15,7 @@ changes. The coordinator sends it to the islands, and an island keeps it beside 
 import fcntl
 import json
 import os
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -24,7 +32,6 @@ Entry = tuple[int, str]
 
 
 def list_beside(path: Path) -> Path:
-    """Return the path of the list for a token or a key."""
     return path.with_name(f"{path.name}.revoked")
 
 
@@ -33,10 +40,14 @@ def lock_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.lock")
 
 
+def new_entry(name: str) -> str:
+    return f"{name}/{secrets.token_hex(8)}"
+
+
 class Revocations:
     """The list of one process.
 
-    - `is_signed(name, count, signature)`: whether the authority has signed an entry
+    - `is_signed(entry, count, signature)`: whether the authority has signed an entry
     - `version`: increases with each change
     """
 
@@ -46,15 +57,18 @@ class Revocations:
         self._entries: dict[str, Entry] = {}
         self._path: Path | None = None
         self._stamp: tuple[int, int, int] | None = None
+        self._is_lacking = False  # the file lacked entries when it was read
 
-    def count(self, name: str) -> int:
-        return self._entries.get(name, (0, ""))[0]
+    def of(self, name: str) -> dict[str, int]:
+        """Return the number of each entry of a name, by its ID; "" for the entry without one."""
+        found = ((entry.partition("/"), count) for entry, (count, _) in self._entries.items())
+        return {number: count for (each, _, number), count in found if each == name}
 
     def digest(self) -> str:
         return digest(canonical(self._entries))
 
     def to_json(self) -> dict[str, Any]:
-        return {name: list(entry) for name, entry in self._entries.items()}
+        return {key: list(entry) for key, entry in self._entries.items()}
 
     def follow(self, path: Path) -> None:
         """Read the list in a file, and again with each `reload`. Raises UserError if it is damaged."""
@@ -63,14 +77,26 @@ class Revocations:
             raise UserError(complaint)
 
     def reload(self) -> str:
-        """Read the file again if it has changed; return a complaint if that fails."""
+        """Read the file again if it has changed; return a complaint if that fails.
+
+        If it lacks entries that are known, as a list from elsewhere was copied over it, they are added to it.
+        """
+        complaint = self._read()
+        if self._is_lacking:
+            self._is_lacking = False
+            with suppress(OSError, UserError), self.rewriting(durable=False):
+                pass
+        return complaint
+
+    def _read(self) -> str:
         if self._path is None:
             return ""
         try:
             status = os.stat(self._path)
             stamp = status.st_mtime_ns, status.st_size, status.st_ino
             if stamp != self._stamp:
-                self.merge(json.loads(self._path.read_bytes()))
+                self.merge(found := json.loads(self._path.read_bytes()))
+                self._is_lacking = found != self.to_json()
                 self._stamp = stamp  # only now: what fails is tried again
         except FileNotFoundError:  # nothing is revoked; what is known stays so
             return ""
@@ -102,7 +128,7 @@ class Revocations:
             except OSError as error:
                 if error.errno not in NO_LOCKS:
                     raise
-            if complaint := self.reload():
+            if complaint := self._read():
                 raise UserError(complaint)
             yield
             write_bytes(self._path, canonical(self.to_json()), durable)
@@ -110,9 +136,10 @@ class Revocations:
     def merge(self, entries: Any) -> bool:
         """Add the entries that are new; return whether there are any. Raises ValueError for one that is not signed."""
         with self._lock:
-            new = {name: (count, text) for name, (count, text) in entries.items() if count > self.count(name)}
-            if not all(self._is_signed(name, *entry) for name, entry in new.items()):
+            known = self._entries
+            new = {key: (count, text) for key, (count, text) in entries.items() if count > known.get(key, (0, ""))[0]}
+            if not all(self._is_signed(key, *entry) for key, entry in new.items()):
                 raise ValueError
-            self._entries = dict(sorted({**self._entries, **new}.items()))
+            self._entries = dict(sorted({**known, **new}.items()))
             self.version += bool(new)
             return bool(new)

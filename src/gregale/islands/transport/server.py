@@ -37,24 +37,25 @@ MOST_LINES, LONGEST_LINE_BYTES = 20, 1000  # of the head of a request
 
 
 @dataclass(frozen=True)
-class Reach:
-    """Who a server is, and where peers reach it.
+class Endpoint:
+    """Who a server is, where it listens, and where peers reach it.
 
+    - `bind`: `host` or `host:port` to listen at; without a port, or with port 0, any free one
+    - `key`: the name of the setting `bind`
     - `address`: HOST:PORT at which peers reach it; `outwards`: at none; None: where it listens
     - `name`: of its island
     - `recipient`: for clients that do not have the whole address; None: `name` and a random word
     """
 
+    bind: str
+    key: str = "islands.bind"
     address: str | None = None
     name: str = ""
     recipient: str | None = None
 
 
-BY_BIND = Reach()
-
-
 class Server:
-    """Listens on `host` from the start until `close`, at `port` (0: any); `bind` is `host` or `host:port`.
+    """Listens at `host` and `port` from the start until `close`.
 
     `outer` serves the outer state, `inner` the inner optimizer for a joining island. Raises UserError if it cannot
     listen at the address.
@@ -63,7 +64,6 @@ class Server:
       RequestRejected
     - `status`: called for GET /status
     - `complain`: receives a line for a rejected request (at most a few a minute)
-    - `key`: the name of the setting `bind`
     - `inside_address`: at which the other hosts of this island reach it
     - `relays`: how many relays it carries at once
     - `paths`: to peers, and from them
@@ -71,20 +71,18 @@ class Server:
 
     def __init__(
         self,
-        bind: str,
+        endpoint: Endpoint,
         token: bytes,
         on_message: Callable[[dict], dict | bytes],
         status: Callable[[], dict] = dict,
         complain: Callable[[str], None] = lambda line: None,
-        key: str = "islands.bind",
-        reach: Reach = BY_BIND,
         relays: int = 0,
     ):
-        self.host, _, port = bind.partition(":")
+        self.host, _, port = endpoint.bind.partition(":")
         self.token, self.on_message, self.status = token, on_message, status
         self.outer, self.inner, self.groups = SnapshotStore(), SnapshotStore(), Groups()
         self.complain = RateLimitedLines(complain)
-        self.recipient = reach.recipient or f"{reach.name}:{secrets.token_hex(8)}"
+        self.recipient = endpoint.recipient or f"{endpoint.name}:{secrets.token_hex(8)}"
         self.relays = threading.Semaphore(relays)
         self.paths = Paths(
             token, self.recipient, lambda stream: self._http.process_request(stream, stream.getpeername())
@@ -93,11 +91,11 @@ class Server:
         try:
             self._http = Listener((self.host, int(port or 0)), handler, token, self.complain)
         except OSError as error:
-            raise UserError(f"{key}: {bind} cannot be listened at ({error.strerror}).") from None
+            raise UserError(f"{endpoint.key}: {endpoint.bind} cannot be listened at ({error.strerror}).") from None
         self.port = self._http.server_address[1]
         own = f"{self.host}:{self.port}"
-        is_outwards = reach.address == "outwards"
-        self.address = f"{OUTWARDS + self.recipient if is_outwards else reach.address or own}/{self.recipient}"
+        is_outwards = endpoint.address == "outwards"
+        self.address = f"{OUTWARDS + self.recipient if is_outwards else endpoint.address or own}/{self.recipient}"
         self.inside_address = f"{own}/{self.recipient}" if is_outwards else self.address
         threading.Thread(
             target=self._http.serve_forever, args=(POLL_SECONDS,), name="gregale-server", daemon=True
@@ -120,7 +118,6 @@ class Handler(StreamRequestHandler):
         super().__init__(request, client_address, listener)
 
     def setup(self) -> None:
-        """Make the TLS handshake."""
         super().setup()
         self.connection.do_handshake()
         if not self.server.admit(self.connection):
@@ -295,7 +292,6 @@ class Groups:
             self._changed.notify_all()
 
     def find(self, key: str, seconds: float) -> Receive | None:
-        """Return the receiver of a group; wait for it."""
         with self._changed:
             self._changed.wait_for(lambda: key in self._receivers, seconds)
             return self._receivers.get(key)

@@ -144,7 +144,8 @@ def check(contexts: TlsContexts, shown: bytes, name: object) -> None:
     if shown == contexts.authority:
         return
     found, now = certificates().member_certificate(shown), datetime.now(UTC)
-    if found.revocations < contexts.revoked.count(found.name):
+    known = contexts.revoked.of(found.name)
+    if any(count > found.revocations.get(each, 0) for each, count in known.items()):
         raise PeerRevoked(f"the key of {found.name} was revoked")
     if now < found.begins - SKEW:
         raise WrongClock(

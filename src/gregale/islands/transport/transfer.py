@@ -27,8 +27,7 @@ LEASE_SECONDS = 10.0
 FORMER_SNAPSHOTS = 2
 
 
-@dataclass(frozen=True)
-class ServedArray:
+class VersionedArray(NamedTuple):
     """One array of the state, and the round that changed it last."""
 
     array: np.ndarray
@@ -41,7 +40,7 @@ class Snapshot:
 
     generation: int
     round: int
-    leaves: dict[str, ServedArray]
+    leaves: dict[str, VersionedArray]
     facts: dict = field(default_factory=dict)
 
 
@@ -66,10 +65,11 @@ def leaf_hash(chunks: list[str]) -> str:
     return digest("".join(chunks).encode())
 
 
-@dataclass
+@dataclass(eq=False)
 class Served:
-    """A snapshot with its manifest, and the time of the last request for it."""
+    """A snapshot with its manifest, its arrays by hash, and the time of the last request for it."""
 
+    snapshot: Snapshot
     manifest: dict[str, Any]
     arrays: dict[str, np.ndarray]
     asked: float
@@ -82,7 +82,7 @@ class SnapshotStore:
         self._lock = threading.Lock()
         self._hashing = threading.Lock()
         self._snapshot: Snapshot | None = None
-        self._served: list[tuple[Snapshot, Served]] = []
+        self._served: list[Served] = []
         self._hashes: dict[str, tuple[np.ndarray, list[str]]] = {}
         self._expecting = threading.Condition()
         self._expected_until = 0.0
@@ -122,16 +122,14 @@ class SnapshotStore:
     def _manifest(self) -> dict[str, Any] | None:
         with self._hashing:
             with self._lock:
-                snapshot = self._snapshot
-                for known, served in self._served:
-                    if known is snapshot:
-                        served.asked = time.monotonic()
-                        return served.manifest
-            if snapshot is None:
-                return None
+                if (snapshot := self._snapshot) is None:
+                    return None
+                if known := next((each for each in self._served if each.snapshot is snapshot), None):
+                    known.asked = time.monotonic()
+                    return known.manifest
             served = self._describe(snapshot)
             with self._lock:
-                self._served.append((snapshot, served))
+                self._served.append(served)
                 self._forget()
             return served.manifest
 
@@ -143,8 +141,7 @@ class SnapshotStore:
         with self._lock:
             found = {}
             for name in names:
-                holder = next((served for _, served in reversed(self._served) if name in served.arrays), None)
-                if holder is None:
+                if (holder := next((each for each in reversed(self._served) if name in each.arrays), None)) is None:
                     return None
                 holder.asked = time.monotonic()
                 found[name] = holder.arrays[name]
@@ -152,19 +149,14 @@ class SnapshotStore:
 
     def _forget(self) -> None:
         """Delete previous snapshots without recent requests, and the oldest if there are too many."""
-        former = [
-            (snapshot, served)
-            for snapshot, served in self._served
-            if snapshot is not self._snapshot and time.monotonic() - served.asked < LEASE_SECONDS
-        ]
-        newest = [pair for pair in self._served if pair[0] is self._snapshot]
-        self._served = former[-FORMER_SNAPSHOTS:] + newest
+        newest = [each for each in self._served if each.snapshot is self._snapshot]
+        wanted = (each for each in self._served if time.monotonic() - each.asked < LEASE_SECONDS)
+        self._served = [each for each in wanted if each not in newest][-FORMER_SNAPSHOTS:] + newest
 
     def _describe(self, snapshot: Snapshot) -> Served:
-        known, hashes = self._hashes, {}
-        leaves, arrays = {}, {}
+        hashes, leaves, arrays = {}, {}, {}
         for name, leaf in snapshot.leaves.items():
-            array, chunks = known.get(name, (None, []))
+            array, chunks = self._hashes.get(name, (None, []))
             if array is not leaf.array:
                 chunks = chunk_hashes(leaf.array)
             hashes[name] = leaf.array, chunks
@@ -186,7 +178,7 @@ class SnapshotStore:
             "leaves": leaves,
             "facts": snapshot.facts,
         }
-        return Served(manifest, arrays, time.monotonic())
+        return Served(snapshot, manifest, arrays, time.monotonic())
 
 
 @dataclass(frozen=True)
@@ -287,8 +279,6 @@ class TransferFailed(Exception):
 
 @dataclass(frozen=True)
 class Fetched:
-    """A complete state of one round, as a source has described it."""
-
     offer: StateManifest
     arrays: dict[str, np.ndarray]
     received_bytes: int
@@ -331,17 +321,15 @@ class Fetcher:
             if not offers:
                 raise TransferFailed("; ".join(complaints.values()) or "there is no source")
             chosen = choose(offers)
-            offer = chosen[0]
-            assembly = Assembly(offer, self._expected, self._local)
+            assembly = Assembly(chosen[0], self._expected, self._local)
             run_streams([peer for each in chosen for peer in usable[each.source]], assembly, complaints, deadline)
             self._local, received = assembly.local(), received + assembly.received_bytes
             if assembly.is_complete:
-                return Fetched(offer, assembly.arrays, received, all(each.settled for each in chosen))
+                return Fetched(chosen[0], assembly.arrays, received, all(each.settled for each in chosen))
             if time.monotonic() >= deadline:
                 raise TransferFailed("; ".join([f"not done after {timeout_seconds:g} s", *complaints.values()]))
 
     def close(self) -> None:
-        """Close the connections."""
         for peer in (peer for peers in self._links.values() for peer in peers):
             peer.close()
 
@@ -410,15 +398,11 @@ def stream(peer: PeerClient, assembly: "Assembly", streams: int, is_over: Callab
 
 
 class LocalArrays(NamedTuple):
-    """Arrays that are here, and the known chunk hashes of the complete ones."""
-
     arrays: dict[str, np.ndarray]
     chunks: dict[str, tuple[str, ...]]
 
 
 class Assembly:
-    """The arrays that are being filled, and their missing and requested chunks."""
-
     def __init__(self, offer: StateManifest, expected: Expected, local: LocalArrays):
         self.names = {name: leaf_hash(list(chunks)) for name, chunks in offer.chunks.items()}
         self.arrays: dict[str, np.ndarray] = {}
@@ -453,7 +437,6 @@ class Assembly:
                 self._missing.append((name, index))
 
     def local(self) -> LocalArrays:
-        """Return the arrays that are here, for the next fetch."""
         incomplete = {name for name, _ in self._left}
         chunks = {name: chunks for name, chunks in self._offer.chunks.items() if name not in incomplete}
         return LocalArrays(self.arrays, chunks)
