@@ -36,7 +36,7 @@ from gregale.model.config import ComputeConfig
 from gregale.model.llama import LlamaConfig
 from gregale.optim import AdamWConfig, ConstantSchedule
 from gregale.programs.plan.estimates import abstract_batch, step_shape
-from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.build import set_up
 from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import BatchConfig, DistributedConfig, TrainConfig
 

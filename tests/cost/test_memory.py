@@ -8,7 +8,7 @@ from jax._src.ad_checkpoint import saved_residuals
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gregale.axes.mapping import MappingConfig
+from gregale.axes.layout import MappingConfig
 from gregale.cost.estimate import (
     ACCELERATOR,
     CPU,

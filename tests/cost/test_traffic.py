@@ -10,8 +10,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gregale.axes.layout import MeshConfig
-from gregale.axes.mapping import MappingConfig
+from gregale.axes.layout import MappingConfig, MeshConfig
 from gregale.cost.estimate import ACCELERATOR, CPU
 from gregale.cost.traffic import Transfer, bytes_by_axes, expected_transfers, sent_bytes
 from gregale.methods.config import DilocoConfig
@@ -20,7 +19,7 @@ from gregale.model.llama import GptOssConfig
 from gregale.objectives import DpoConfig
 from gregale.optim import AdamWConfig, GroupConfig, MuonConfig
 from gregale.programs.plan.estimates import step_transfers
-from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.build import set_up
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
 from tests.cost.steps import audited, small_setup, small_step

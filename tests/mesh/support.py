@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 from haliax import Axis, NamedArray
 
-from gregale.axes.layout import BATCH, REPLICA, Layout, MeshConfig, make_mesh
-from gregale.axes.mapping import standard_layout
+from gregale.axes.layout import BATCH, REPLICA, Layout, MeshConfig, make_mesh, standard_layout
 from gregale.axes.parameters import position_order
 from gregale.cost import Audit
 from gregale.cost.estimate import CPU

@@ -5,15 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from gregale.axes.layout import MeshConfig, make_mesh
-from gregale.axes.mapping import MappingConfig
+from gregale.axes.layout import MappingConfig, MeshConfig, make_mesh
 from gregale.communication.pipeline import PipelineConfig
 from gregale.errors import UserError
 from gregale.programs.plan.devices import simulated_target
 from gregale.programs.plan.report import experts_of
 from gregale.programs.plan.search import SearchOptions, search
 from gregale.programs.plan.text import experts_line
-from gregale.programs.runtime.expert_parallelism import Choice, Figures, choice_of, in_places, set_up
+from gregale.programs.runtime.build import ExpertPlacement, Figures, choice_of, in_places, set_up
 from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
@@ -61,8 +60,12 @@ def test_qwen_is_gathered_with_many_tokens_and_exchanged_with_few():
 
 def test_the_fastest_that_fits_is_chosen_and_else_the_smallest():
     gathered, exchanged = Figures(seconds=1, peak=10, sent=5), Figures(seconds=2, peak=8, sent=3)
-    assert [Choice("v5e", memory, gathered, exchanged).exchanges for memory in (12, 9, 7)] == [False, True, True]
-    assert not Choice("v5e", 12, gathered, gathered).exchanges
+    assert [ExpertPlacement("v5e", memory, gathered, exchanged).exchanges for memory in (12, 9, 7)] == [
+        False,
+        True,
+        True,
+    ]
+    assert not ExpertPlacement("v5e", 12, gathered, gathered).exchanges
 
 
 def line_of(setup: Setup) -> str:

@@ -22,7 +22,7 @@ from gregale.programs.plan.command import tokens_of
 from gregale.programs.plan.devices import topology_target
 from gregale.programs.plan.estimates import estimate
 from gregale.programs.plan.step import MEMORY, Plan, plan_step
-from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.build import set_up
 from gregale.runs.config import TrainConfig
 from gregale.runs.history import flat
 from gregale.runs.parsing import load, read_yaml

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from gregale.axes.mapping import mapping_rows
+from gregale.axes.layout import mapping_rows
 from gregale.axes.parameters import parameter_count
 from gregale.cost.chips import GBIT
 from gregale.cost.estimate import ACCELERATOR, Backend, is_of_linear
@@ -31,7 +31,7 @@ from gregale.programs.plan.estimates import (
     tree_bytes,
 )
 from gregale.programs.plan.step import MEMORY, STEP, Plan, Program
-from gregale.programs.runtime.expert_parallelism import choice_of, in_places
+from gregale.programs.runtime.build import choice_of, in_places
 from gregale.programs.runtime.setup import Setup, parameter_groups
 from gregale.runs.rules import lacking
 from gregale.runs.sections import JoiningCosts, section_classes

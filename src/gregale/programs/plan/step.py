@@ -53,12 +53,12 @@ from gregale.programs.plan.estimates import (
     step_transfers,
     tree_bytes,
 )
-from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.build import set_up
 from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import dump
 from gregale.runs.rules import check
-from gregale.settings.rules import TRAINING
+from gregale.settings import TRAINING
 from gregale.training.state import abstract_state
 
 # Suffixes of the files that the TPU compiler writes with `DUMPED`, in this order; then it generates code.

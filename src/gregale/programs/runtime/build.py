@@ -1,15 +1,14 @@
-"""Provides the place of experts in a run: gathered, or exchanged over `data` (docs/experts.md, "Where experts lie").
+"""Provides `set_up`, which builds the setup of a run, with its experts gathered or exchanged over `data`.
 
-With `mapping.compute.experts: auto` closed forms of a step choose it. They depend on the configuration and on the mesh
-alone, so that all commands choose alike.
+With `mapping.compute.experts: auto` closed forms of a step choose where experts lie (docs/experts.md). They depend on
+the configuration and on the mesh alone, so that all commands choose alike.
 """
 
 from dataclasses import dataclass, replace
 
 from jax.sharding import Mesh
 
-from gregale.axes.layout import EXPERTS, make_mesh
-from gregale.axes.mapping import EXCHANGED
+from gregale.axes.layout import EXCHANGED, EXPERTS
 from gregale.cost.chips import chip, of_device
 from gregale.cost.collectives import INSIDE
 from gregale.cost.estimate import ACCELERATOR
@@ -32,7 +31,7 @@ class Figures:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ExpertPlacement:
     """Both places on devices of a chip with this memory; `refused` is the reason why experts cannot be exchanged."""
 
     chip: str
@@ -51,7 +50,7 @@ class Choice:
         return self.exchanged is not None and cost(self.exchanged) < cost(self.gathered)
 
 
-def choice_of(gathered: Setup, exchanged: Setup | UserError) -> Choice:
+def choice_of(gathered: Setup, exchanged: Setup | UserError) -> ExpertPlacement:
     """Return the choice between two setups."""
     target = target_of(gathered.layout.mesh)
 
@@ -62,7 +61,11 @@ def choice_of(gathered: Setup, exchanged: Setup | UserError) -> Choice:
         return Figures(closed_form_seconds(setup, target, None, trees), peak, int(sent[INSIDE]))
 
     own = target.chip.name, target.memory_bytes, figures(gathered)
-    return Choice(*own, None, str(exchanged)) if isinstance(exchanged, UserError) else Choice(*own, figures(exchanged))
+    return (
+        ExpertPlacement(*own, None, str(exchanged))
+        if isinstance(exchanged, UserError)
+        else ExpertPlacement(*own, figures(exchanged))
+    )
 
 
 def target_of(mesh: Mesh) -> Target:
@@ -81,15 +84,15 @@ def set_up(config: TrainConfig, tokens: int, mesh: Mesh | None = None) -> Setup:
 
     Raises `UserError` for values that contradict one another.
     """
-    mesh = make_mesh(config.mesh) if mesh is None else mesh
-    if not config.mapping.leaves_experts_open:
-        return placed(config, tokens, mesh)
-    gathered, exchanged = in_places(config, tokens, mesh)
-    exchanges = choice_of(gathered, exchanged).exchanges
-    return exchanged if exchanges and isinstance(exchanged, Setup) else gathered
+    if config.mapping.leaves_experts_open:
+        gathered, exchanged = in_places(config, tokens, mesh)
+        if isinstance(exchanged, Setup) and choice_of(gathered, exchanged).exchanges:
+            return exchanged
+        return gathered
+    return placed(config, tokens, mesh)
 
 
-def in_places(config: TrainConfig, tokens: int, mesh: Mesh) -> tuple[Setup, Setup | UserError]:
+def in_places(config: TrainConfig, tokens: int, mesh: Mesh | None) -> tuple[Setup, Setup | UserError]:
     """Return the setups of a configuration with its experts gathered and exchanged; for the second perhaps an error."""
 
     def one(place: str | None) -> Setup:
