@@ -41,8 +41,8 @@ from gregale.distributed.devices import keep_memory
 from gregale.inference.generate import BLOCK, Generator, Prompt, Sampling
 from gregale.model.execution import execution
 from gregale.model.llama import Llama
+from gregale.programs.runtime.build import set_up
 from gregale.programs.runtime.evaluation import EvaluationText, Evaluator
-from gregale.programs.runtime.expert_parallelism import set_up
 from gregale.programs.runtime.sampler import unsplit
 from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import TrainConfig

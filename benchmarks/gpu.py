@@ -34,7 +34,7 @@ from gregale.distributed.devices import start_devices
 from gregale.model.config import ComputeConfig
 from gregale.model.llama import LlamaConfig
 from gregale.optim import AdamWConfig, ConstantSchedule
-from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.build import set_up
 from gregale.programs.runtime.model_flops import model_flops
 from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import BatchConfig, DistributedConfig, TrainConfig

@@ -26,8 +26,7 @@ def compiled(chip: str, length: int) -> str:
     import jax.numpy as jnp
     from haliax import Axis
 
-    from gregale.axes.layout import MeshConfig, make_mesh
-    from gregale.axes.mapping import standard_layout
+    from gregale.axes.layout import MeshConfig, make_mesh, standard_layout
     from gregale.model.config import ComputeConfig
     from gregale.model.execution import execution
     from gregale.model.llama import Llama, LlamaConfig

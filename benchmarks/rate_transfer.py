@@ -25,7 +25,7 @@ import numpy as np
 from haliax import Axis
 
 from gregale.model.losses import losses_of
-from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.build import set_up
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
 

@@ -40,8 +40,7 @@ import optax
 from haliax import Axis
 from yardstick import Yardstick
 
-from gregale.axes.layout import Layout, MeshConfig, make_mesh
-from gregale.axes.mapping import standard_layout
+from gregale.axes.layout import Layout, MeshConfig, make_mesh, standard_layout
 from gregale.communication.reduce import ExactReducer, accumulate
 from gregale.cost.hlo import parse, walk
 from gregale.distributed.devices import THREADS_A_DEVICE, keep_memory, with_flags

@@ -20,7 +20,7 @@ from gregale.distributed.devices import start_devices
 from gregale.model.config import ComputeConfig
 from gregale.model.llama import LlamaConfig
 from gregale.optim import AdamWConfig, ConstantSchedule
-from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.build import set_up
 from gregale.runs.config import BatchConfig, TrainConfig
 
 DEVICES, VOCABULARY, WARM_UP_ROUNDS = 4, 1024, 1

@@ -23,8 +23,8 @@ from gregale.cli.invocation import usage
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import PluginOptions
 from gregale.runs.rules import RULES
+from gregale.settings import CONFIGURATION, LAYOUT, TRAINING, Rule
 from gregale.settings.decoding import REQUIRED, Entry, counterparts, entries, projects, types_of
-from gregale.settings.rules import CONFIGURATION, LAYOUT, TRAINING, Rule
 from gregale.tracking.metrics import METRICS
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from haliax import Axis
 from jax.sharding import PartitionSpec
 
-from gregale.axes.gather import gathered, scattered
+from gregale.axes.gather import all_gather_weights, scattered
 from gregale.axes.layout import EMBED
 from gregale.cost import audit
 from tests.mesh.support import layout_of, placed
@@ -23,7 +23,7 @@ def test_values_gradients_and_shardings():
 
     def loss(weights):
         tree = {"weights": weights, "steps": jnp.arange(3), "scale": jnp.ones(3)}
-        ready = gathered(tree, layout, jnp.dtype(jnp.bfloat16))
+        ready = all_gather_weights(tree, layout, jnp.dtype(jnp.bfloat16))
         assert (ready["steps"].dtype, ready["scale"].dtype) == (jnp.int32, jnp.bfloat16)
         product = hax.dot(x.astype(jnp.bfloat16), ready["weights"], axis=Embed)
         return hax.sum(product.astype(jnp.float32)).scalar(), ready["weights"]
@@ -42,7 +42,7 @@ def test_values_gradients_and_shardings():
 def test_one_gather_over_data_and_nothing_over_other_axes():
     layout = layout_of(2, 2, 2).inside_replica()
     weights = placed(hax.ones((Embed, Mlp)), layout, layout.params)
-    compiled = jax.jit(lambda w: gathered(w, layout, jnp.dtype(jnp.float32))).lower(weights).compile()
+    compiled = jax.jit(lambda w: all_gather_weights(w, layout, jnp.dtype(jnp.float32))).lower(weights).compile()
     found = audit(compiled, layout.mesh).collectives
     assert [(c.kind, c.axes, c.bytes) for c in found] == [("all-gather", ("data",), 4 * 16 * 8 // 2)]
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from haliax import NamedArray
 
-from gregale.axes.gather import gathered
+from gregale.axes.gather import all_gather_weights
 from gregale.axes.parameters import QuantisedWeight, decoded
 from gregale.model.adapters import CODECS
 from tests.mesh.support import layout_of
@@ -51,7 +51,7 @@ def test_values_are_those_of_numpy_on_one_device_and_gathered_in_bits(base, bits
     assert 8 * sum(leaf.nbytes for leaf in jax.tree.leaves(held)) == bits * exact.size
     layout = layout_of(data=2, model=2)
     dtype = jnp.dtype("bfloat16")
-    found = jax.jit(lambda held: decoded(gathered({"one": held}, layout, dtype), dtype))(
+    found = jax.jit(lambda held: decoded(all_gather_weights({"one": held}, layout, dtype), dtype))(
         jax.device_put(held, layout.shardings(held, layout.params))
     )["one"]
     np.testing.assert_array_equal(found.array, expected.astype(ml_dtypes.bfloat16))

@@ -10,7 +10,7 @@ from gregale.cost import Audit, audit
 from gregale.model.config import ComputeConfig
 from gregale.model.llama import LlamaConfig
 from gregale.programs.plan.step import known_trips
-from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.build import set_up
 from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import BatchConfig, TrainConfig
 

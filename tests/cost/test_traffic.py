@@ -9,8 +9,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gregale.axes.layout import MeshConfig
-from gregale.axes.mapping import MappingConfig
+from gregale.axes.layout import MappingConfig, MeshConfig
 from gregale.axes.parameters import trainable
 from gregale.cost.memory import bytes_on_device
 from gregale.methods.config import DilocoConfig
@@ -18,7 +17,7 @@ from gregale.model.config import BalanceConfig, ExpertsConfig, LoraConfig
 from gregale.model.llama import GptOssConfig
 from gregale.objectives import DpoConfig
 from gregale.optim import AdamWConfig, GroupConfig, MuonConfig
-from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.build import set_up
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
 from tests.cost.steps import audited, small_setup

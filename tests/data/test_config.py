@@ -6,7 +6,7 @@ import pytest
 
 from gregale.data.config import DataConfig
 from gregale.data.examples import held_out_documents
-from gregale.data.preparation import build_stores, prepare
+from gregale.data.preparation import build_stores, prepare, token_cache
 from gregale.data.sources import JsonLinesSource, TextSource, TokensSource
 from gregale.data.store import progress_bars, silent
 from gregale.data.tokenizer_training import training_texts
@@ -121,7 +121,7 @@ def test_sources_that_train_no_bpe_are_refused(config, tmp_path):
     np.arange(100, dtype=np.uint16).tofile(tmp_path / "a.bin")
     tokens = {"a": TokensSource(files=(f"{tmp_path}/a.bin",))}
     with pytest.raises(UserError, match=r"data\.tokenizer: no text to train a BPE on"):
-        build_stores(dataclasses.replace(config, sources=tokens, tokenizer=BpeConfig()))
+        build_stores(dataclasses.replace(config, sources=tokens, tokenizer=BpeConfig()), token_cache(config))
 
 
 def book(tmp_path, text, **fields):
@@ -166,7 +166,7 @@ def test_a_held_out_end_trains_no_bpe(tmp_path):
     assert train + out == text
     assert "qz" in out
     assert not [piece for piece in corpus.tokenizer.vocabulary_bytes if b"qz" in piece or b"zq" in piece]
-    leaky = build_stores(config)[0]
+    leaky = build_stores(config, token_cache(config))[0]
     assert [piece for piece in leaky.vocabulary_bytes if b"qz" in piece], "it would have learnt them"
     told.clear()
     assert prepare(config, 16, 0, lambda *report: told.append(report[0])).fingerprint == corpus.fingerprint

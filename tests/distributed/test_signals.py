@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from gregale.distributed.signals import SIGNALS, Cut, StopRequest, ended_by_signals, process_goes_on
+from gregale.distributed.signals import SIGNALS, Cut, StopRequest, process_goes_on, stop_on_signals
 from gregale.errors import Interrupted
 
 
@@ -58,7 +58,7 @@ def test_a_second_interrupt_is_raised(timer, first):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_where_nothing_is_to_be_saved_the_first_signal_ends_the_command(timer, number):
     said = []
-    with ended_by_signals(SIGNALS) as stop:
+    with stop_on_signals(SIGNALS) as stop:
         stop.report = said.append
         with pytest.raises(Interrupted) as raised:
             os.kill(os.getpid(), number)

@@ -18,8 +18,7 @@ from transformers import CONFIG_MAPPING
 
 from gregale.errors import UserError
 from gregale.huggingface.config import exported_family, family_that_has, lacking, read_config, written_config
-from gregale.huggingface.families import FAMILIES, Family
-from gregale.huggingface.typed_json import TypedJson
+from gregale.huggingface.families import FAMILIES, Family, TypedJson
 from gregale.model.config import BalanceConfig, ExpertsConfig, RotaryScaling, YarnScaling
 from gregale.model.llama import GemmaConfig, LlamaConfig
 from tests.huggingface.hub import EXPERTS, MODELS, SIZES, YARN, of_family
@@ -57,10 +56,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         ({"model_type": "gemma", "hidden_act": "relu"}, "hidden_act is 'relu'"),
         ({"model_type": "exaone4"}, "sliding_window is 4096; Gregale computes models whose sliding_window is None"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor is missing; it has to be of type float"),
-        (
-            SLIDING | {"use_sliding_window": True, "sliding_window": 8, "layer_types": KINDS},
-            r"has 2 entries \(chunk",
-        ),
+        (SLIDING | {"use_sliding_window": True, "sliding_window": 8, "layer_types": KINDS}, r"has 2 entries \(chunk"),
         ({"model_type": "gemma3_text", "sliding_window_pattern": 0}, "sliding_window_pattern is 0; .* from 1"),
         ({"model_type": "gemma2", "num_hidden_layers": 10**9}, "layers is 1000000000"),
         ({"vocab_size": 2**62}, "vocab_size is 4611686018427387904; .* from 1 to 2,147,483,647"),
@@ -74,10 +70,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         ({"model_type": "gemma2", "hidden_activation": "gelu"}, "hidden_activation is 'gelu'"),
         ({"model_type": "qwen3_moe"}, "num_experts is missing; it has to be of type int"),
         (QWEN | {"num_experts_per_tok": 5}, "active is 5, and a token can choose among 4 experts"),
-        (
-            QWEN | {"num_hidden_layers": 3, "decoder_sparse_step": 2},
-            r"the layers without experts are 0 and 2; Gregale",
-        ),
+        (QWEN | {"num_hidden_layers": 3, "decoder_sparse_step": 2}, r"the layers without experts are 0 and 2; Gregale"),
         (QWEN | {"mlp_only_layers": [1]}, r"by decoder_sparse_step 1 and mlp_only_layers \[1\], .* are 1;"),
         (QWEN | {"mlp_only_layers": [0, 1]}, "dense_layers is 2, and there are 2 layers: no layer would have experts"),
         (
@@ -93,10 +86,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         (QWEN | {"norm_topk_prob": "yes"}, "norm_topk_prob is 'yes'; it has to be of type bool"),
         (QWEN | {"router_aux_loss_coef": "x"}, "router_aux_loss_coef is 'x'; it has to be of type float"),
         (QWEN | {"decoder_sparse_step": 0}, "decoder_sparse_step is 0; it has to be of type int, from 1"),
-        (
-            QWEN | {"mlp_only_layers": ["x"]},
-            r"mlp_only_layers is \['x'\]; it has to be of type list of int",
-        ),
+        (QWEN | {"mlp_only_layers": ["x"]}, r"mlp_only_layers is \['x'\]; it has to be of type list of int"),
     ],
 )
 def test_what_cannot_be_said_is_refused_with_its_key(changes, words):
@@ -333,10 +323,7 @@ def with_table(model):
         (LlamaConfig(**TINY, rotary_scaling=Still()), r"llama not model.rotary_scaling Still\(factor=8.0"),
         (Capped(**TINY), "llama not model.logits 30.0"),
         (LlamaConfig(**TINY, experts=Odd(4, 2, 8)), "mixtral not model.experts Odd"),
-        (
-            Built(**TINY, change=with_epsilon),
-            "the model.norm.epsilon is not that of a llama: 0.5 and not 1e-05",
-        ),
+        (Built(**TINY, change=with_epsilon), "the model.norm.epsilon is not that of a llama: 0.5 and not 1e-05"),
         (Built(**TINY, change=normed_after), "the model.blocks.config is not that of a llama: model.norms after"),
         (Built(**TINY, change=with_table), r"norm.weight is .*vocab.* in a llama, so that nothing could load it"),
     ],

@@ -86,10 +86,7 @@ def test_what_is_complete_is_left_alone_until_the_pins_change(environment, made,
     assert capfd.readouterr().out == ""
     (made.parent / "constraints.txt").write_text("other")
     assert environment.prepare(made, "core", "2") == 0
-    assert [line.split()[-1] for line in (made.parent / "pip.txt").read_text().splitlines()] == [
-        ".[dev,docs,tpu]",
-        ".",
-    ]
+    assert [line.split()[-1] for line in (made.parent / "pip.txt").read_text().splitlines()] == [".[dev,docs,tpu]", "."]
 
 
 def test_pip_that_fails_is_not_taken_for_done(environment, made, monkeypatch, capfd):

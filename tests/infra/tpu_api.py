@@ -81,11 +81,7 @@ class World:
 
 def request_answer(base: str, name: str, request: Request) -> dict:
     specs = [{"parent": base, "nodeId": node, "node": {"runtimeVersion": "x"}} for node in request.nodes]
-    return {
-        "name": f"{base}/queuedResources/{name}",
-        "state": {"state": request.state},
-        "tpu": {"nodeSpec": specs},
-    }
+    return {"name": f"{base}/queuedResources/{name}", "state": {"state": request.state}, "tpu": {"nodeSpec": specs}}
 
 
 def node_answer(base: str, name: str, node: Node) -> dict:

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from haliax import Axis, NamedArray
 
-from gregale.axes.layout import BATCH, Layout, MeshConfig, make_mesh
-from gregale.axes.mapping import standard_layout
+from gregale.axes.layout import BATCH, Layout, MeshConfig, make_mesh, standard_layout
 from gregale.axes.parameters import position_order
 from gregale.model.execution import Execution
 from gregale.model.kernels.cpu import cpu_kernels

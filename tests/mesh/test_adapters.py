@@ -24,7 +24,7 @@ from gregale.model.adapters import Lora, quantised
 from gregale.model.config import MLP_TARGETS, LoraConfig
 from gregale.model.execution import Products
 from gregale.programs.plan.step import known_trips
-from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.build import set_up
 from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load

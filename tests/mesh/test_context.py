@@ -14,7 +14,7 @@ from gregale.model.config import ComputeConfig
 from gregale.model.execution import execution
 from gregale.model.llama import GemmaConfig
 from gregale.optim import AdamWConfig, ConstantSchedule
-from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.build import set_up
 from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import BatchConfig, TrainConfig
 from tests.mesh.support import held, rarely, token_batch

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 from haliax import NamedArray
 
-from gregale.axes.layout import REPLICA, MeshConfig, make_mesh
-from gregale.axes.mapping import MappingConfig, mapped_layout
+from gregale.axes.layout import REPLICA, MappingConfig, MeshConfig, make_mesh, mapped_layout
 from gregale.communication.pipeline import PipelineConfig
 from gregale.errors import UserError
 from gregale.methods.config import DilocoConfig, StreamingDilocoConfig
@@ -26,7 +25,7 @@ from gregale.model.experts import Experts, choose, router_logits
 from gregale.model.kernels.grouped import BLOCKED
 from gregale.model.llama import GptOssConfig, LlamaConfig
 from gregale.optim import MuonConfig
-from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.build import set_up
 from gregale.programs.runtime.setup import Setup
 from gregale.programs.train.step_log import load_figures
 from tests.mesh.support import executed, layout_of, one_device, rarely

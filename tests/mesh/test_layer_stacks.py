@@ -22,7 +22,7 @@ from gregale.huggingface.safetensors import read_header
 from gregale.huggingface.weights import Writer, plan_files, read_model, slots_by_name
 from gregale.methods.config import StreamingDilocoConfig
 from gregale.model.llama import LlamaConfig
-from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.build import set_up
 from tests.mesh.support import layout_of, one_device, placed, token_batch
 from tests.mesh.test_pipelined_llama import PLAIN, assert_states_close, trained
 from tests.plugins import plugins_from

@@ -19,9 +19,8 @@ from gregale.methods.config import DilocoConfig, StreamingDilocoConfig
 from gregale.methods.method import StepMetrics
 from gregale.model.llama import Llama, LlamaConfig
 from gregale.model.losses import Losses
-from gregale.programs.runtime.expert_parallelism import set_up
-from gregale.programs.runtime.initial_model import checked_loss
-from gregale.programs.runtime.setup import Setup
+from gregale.programs.runtime.build import set_up
+from gregale.programs.runtime.setup import Setup, checked_loss
 from gregale.programs.train.step_log import measured
 from gregale.training.state import StepReport
 from tests.mesh.support import held, one_device, rarely, token_batch

@@ -13,15 +13,14 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from gregale.axes.layout import REPLICA, MeshConfig, make_mesh
-from gregale.axes.mapping import MappingConfig
+from gregale.axes.layout import REPLICA, MappingConfig, MeshConfig, make_mesh
 from gregale.cost import Audit, audit
 from gregale.errors import UserError
 from gregale.methods.method import PsdpState
 from gregale.model.config import ComputeConfig, ModelConfig
 from gregale.model.llama import LlamaConfig
 from gregale.optim import ConstantSchedule, SgdConfig
-from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.build import set_up
 from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import BatchConfig, TrainConfig
 from gregale.runs.parsing import load
@@ -197,15 +196,9 @@ INVALID = [
     ({"opt_state": {"embed": "replica"}}, "mapping.opt_state.embed is [replica]; it has to begin with params.embed"),
     ({"opt_state": {"embed": ["replica", "data"]}}, "so that the reduction over replica is a reduce-scatter"),
     ({"opt_state": {"mlp": None}}, "mapping.opt_state.mlp is null; it has to begin with params.mlp, [model]"),
-    (
-        {"params": {"mlp": ["model", "data"]}},
-        "mapping.params splits both embed and mlp over data, and an",
-    ),
+    ({"params": {"mlp": ["model", "data"]}}, "mapping.params splits both embed and mlp over data, and an"),
     ({"opt_state": {"mlp": ["model", "replica"]}}, "mapping.opt_state splits both"),
-    (
-        {"compute": {"heights": "own"}},
-        "mapping.compute.heights: no array has the axis heights; axes of this model:",
-    ),
+    ({"compute": {"heights": "own"}}, "mapping.compute.heights: no array has the axis heights; axes of this model:"),
     ({}, "mesh.own is 2, but nothing in this configuration is split over `own`"),
 ]
 

@@ -13,7 +13,7 @@ from gregale.cost import Audit, audit
 from gregale.model.config import BalanceConfig, ComputeConfig, ExpertsConfig
 from gregale.model.llama import LlamaConfig
 from gregale.optim import AdamWConfig, ConstantSchedule
-from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.build import set_up
 from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import BatchConfig, TrainConfig
 from tests.mesh.support import POSITIONS, ROWS, placed, token_batch
@@ -87,9 +87,7 @@ SHARDED = pytest.param(MeshConfig(stage=2, data=2, model=2), PipelineConfig(micr
 
 
 @pytest.mark.parametrize(
-    ("mesh", "pipeline"),
-    [(MeshConfig(replica=2, stage=2, data=2), DELAYED), SHARDED],
-    ids=["delayed", "sharded"],
+    ("mesh", "pipeline"), [(MeshConfig(replica=2, stage=2, data=2), DELAYED), SHARDED], ids=["delayed", "sharded"]
 )
 def test_a_pipelined_llama_trains_as_its_twin(mesh, pipeline, exact):
     found = trained(replace(PLAIN, mesh=mesh, pipeline=pipeline))

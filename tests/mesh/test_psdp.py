@@ -14,8 +14,7 @@ import numpy as np
 import optax
 import pytest
 
-from gregale.axes.layout import EMBED, REPLICA, Layout, named_arrays
-from gregale.axes.mapping import TENSOR_PARALLEL
+from gregale.axes.layout import EMBED, REPLICA, TENSOR_PARALLEL, Layout, named_arrays
 from gregale.cost import Audit, audit
 from gregale.methods.psdp import Psdp
 from gregale.optim import AdamWConfig, ConstantSchedule, MuonConfig, OptimizerConfig

@@ -5,8 +5,7 @@ import pytest
 from haliax import Axis
 from jax.experimental import topologies
 
-from gregale.axes.layout import MeshConfig, make_mesh
-from gregale.axes.mapping import standard_layout
+from gregale.axes.layout import MeshConfig, make_mesh, standard_layout
 from gregale.cost import audit
 from gregale.cost.hlo import parse
 from gregale.cost.overlap import ends

@@ -8,8 +8,7 @@ import pytest
 from haliax import Axis, NamedArray
 from jax.experimental import topologies
 
-from gregale.axes.layout import BATCH, LAYERS, Layout, MeshConfig, make_mesh
-from gregale.axes.mapping import standard_layout
+from gregale.axes.layout import BATCH, LAYERS, Layout, MeshConfig, make_mesh, standard_layout
 from gregale.communication.pipeline import IO, OUTPUTS, Pipeline, Schedule, pipelined
 from gregale.cost import audit
 from gregale.cost.hlo import Computation, Instruction, parse

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from gregale.axes.layout import MeshConfig, make_mesh
-from gregale.axes.mapping import standard_layout
+from gregale.axes.layout import MeshConfig, make_mesh, standard_layout
 from gregale.methods.method import PseudoGradientStats, cosine, products
 
 Layers, Embed, Other = Axis("layers", 3), Axis("embed", 512), Axis("other", 5)

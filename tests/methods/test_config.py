@@ -9,8 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from gregale.axes.layout import MeshConfig, make_mesh
-from gregale.axes.mapping import standard_layout
+from gregale.axes.layout import MeshConfig, make_mesh, standard_layout
 from gregale.axes.parameters import trainable
 from gregale.codecs.codec import ReduceConfig
 from gregale.errors import UserError
@@ -19,7 +18,7 @@ from gregale.islands.shards import host_device
 from gregale.methods.config import OUTER, DilocoConfig, MethodContext, PsdpConfig, StreamingDilocoConfig, SyncConfig
 from gregale.methods.diloco import Diloco
 from gregale.optim import AdamWConfig, GroupConfig, LinearSchedule, MuonConfig, OptimizerConfig, SgdConfig
-from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.build import set_up
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
 from gregale.settings.decoding import TYPE_NAMES, entries
@@ -213,12 +212,7 @@ def test_others_are_not(sync: SyncConfig):
 @pytest.mark.parametrize(
     ("sync", "steps", "is_joined", "said"),
     [
-        (
-            DilocoConfig(period=2, outer=PLAIN_AVERAGE),
-            3,
-            False,
-            "after step 2 of 3. Evaluations, samples, exp",
-        ),
+        (DilocoConfig(period=2, outer=PLAIN_AVERAGE), 3, False, "after step 2 of 3. Evaluations, samples, exp"),
         (DilocoConfig(period=2, outer=PLAIN_AVERAGE), 3, True, "after step 2 of 3. The fleet's run ends with one"),
         (
             StreamingDilocoConfig(period=8, delay=1, outer=PLAIN_AVERAGE),

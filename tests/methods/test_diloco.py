@@ -12,8 +12,7 @@ import optax
 import pytest
 from haliax import Axis, NamedArray
 
-from gregale.axes.layout import MeshConfig, make_mesh
-from gregale.axes.mapping import standard_layout
+from gregale.axes.layout import MeshConfig, make_mesh, standard_layout
 from gregale.codecs.codec import ReduceConfig
 from gregale.communication.quantised import QuantisedReducer
 from gregale.methods.diloco import Diloco, QuantisedOuter, sending_layout, sync_axis

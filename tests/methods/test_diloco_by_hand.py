@@ -8,8 +8,7 @@ import optax
 import pytest
 from haliax import Axis, NamedArray
 
-from gregale.axes.layout import MeshConfig, make_mesh
-from gregale.axes.mapping import standard_layout
+from gregale.axes.layout import MeshConfig, make_mesh, standard_layout
 from gregale.errors import UserError
 from gregale.methods.diloco import Diloco
 from gregale.methods.schedule import Schedule

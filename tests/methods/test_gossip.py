@@ -7,8 +7,7 @@ import optax
 import pytest
 from haliax import Axis
 
-from gregale.axes.layout import MeshConfig, make_mesh
-from gregale.axes.mapping import standard_layout
+from gregale.axes.layout import MeshConfig, make_mesh, standard_layout
 from gregale.cost import audit
 from gregale.errors import UserError
 from gregale.methods.psdp import Psdp

@@ -6,8 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from gregale.axes.layout import MeshConfig, make_mesh
-from gregale.axes.mapping import standard_layout
+from gregale.axes.layout import MeshConfig, make_mesh, standard_layout
 from gregale.codecs.codec import FeedbackConfig, ReduceConfig
 from gregale.methods.diloco import Diloco
 from gregale.methods.schedule import Schedule

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from gregale.axes.layout import Layout, MeshConfig, make_mesh
-from gregale.axes.mapping import standard_layout
+from gregale.axes.layout import Layout, MeshConfig, make_mesh, standard_layout
 from gregale.cost import audit
 from gregale.cost.work import work_of
 from gregale.optim import MuonConfig, Optimizer

@@ -23,7 +23,7 @@ from gregale.islands import state
 from gregale.islands.method import Island
 from gregale.islands.transport.lighthouse import read_records, records_beside
 from gregale.programs.runtime.batches import BatchSharding
-from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.build import set_up
 from gregale.runs.config import TrainConfig
 from gregale.runs.history import RunPaths, State, summary_of
 from gregale.runs.parsing import load

@@ -13,7 +13,7 @@ from gregale.programs.plan.devices import simulated_target
 from gregale.programs.plan.search import Compiler
 from gregale.programs.plan.step import Plan, plan_step
 from gregale.programs.plan.text import print_report
-from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.build import set_up
 from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load

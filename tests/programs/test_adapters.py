@@ -25,7 +25,7 @@ from gregale.huggingface.peft import FREE, adapter_slots, check_settings
 from gregale.model.config import LoraConfig
 from gregale.model.llama import Llama
 from gregale.model.losses import losses_of
-from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.build import set_up
 from gregale.programs.runtime.setup import Setup
 from gregale.programs.runtime.trained_model import FrozenSource, base_name, family_of, open_trained, weights_of
 from gregale.programs.train.resume import started_state
@@ -124,7 +124,7 @@ def test_twenty_steps_equal_those_of_torch_with_peft(name, tmp_path):
     adapter = {"rank": 4, "alpha": 8.0, "start_from": str(tmp_path / "peft")}
     targets, scaling = TWINS[name]
     setup = setup_of(tmp_path / "mine", adapter | {"scaling": scaling, "targets": list(targets)})
-    base = FrozenSource.of(setup.config)
+    base = FrozenSource.of(setup.config.start_from)
     state = started_state(setup, load_tokenizer(tmp_path / "mine"), base)
     assert_equal_loss(setup, weights_of(base, setup, setup.base), state)
     found, state = twenty_steps(setup, state)
@@ -302,7 +302,7 @@ def started(*options: str) -> TrainState:
     """The state before the first step of a run with other options."""
     config = load(TrainConfig, "tuned.yaml", options)
     setup = set_up(config, load_tokenizer(Path("mine")).vocabulary_size)
-    base = None if config.adapter is None else FrozenSource.of(config)
+    base = None if config.adapter is None else FrozenSource.of(config.start_from)
     return jax.device_get(started_state(setup, load_tokenizer(Path("mine")), base))
 
 

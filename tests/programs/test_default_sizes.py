@@ -16,9 +16,13 @@ from gregale.model.llama import GemmaConfig, LlamaConfig
 from gregale.model.parametrisation import CompletePConfig
 from gregale.programs.plan import command as plan
 from gregale.programs.runtime import memory
-from gregale.programs.runtime.default_sizes import with_default_sizes, with_model_of, with_origin_model
-from gregale.programs.runtime.expert_parallelism import set_up
-from gregale.programs.train.command import with_what_is_left_out
+from gregale.programs.runtime.build import set_up
+from gregale.programs.runtime.default_sizes import (
+    with_default_sizes,
+    with_model_of,
+    with_origin_model,
+    with_what_is_left_out,
+)
 from gregale.runs.config import BatchConfig, TrainConfig
 from gregale.runs.parsing import load
 from gregale.runs.run_directory import RunDirectory
@@ -137,7 +141,7 @@ def test_the_model_to_start_from_has_the_keys_that_are_left_out(tmp_path):
 def test_one_key_of_the_experts_of_the_model_to_start_from_can_be_given():
     experts = {"count": 6, "active": 3, "balance": {"bias": True}}
     theirs = three_keys(model={"experts": experts}).model
-    found, _ = with_model_of(three_keys(model={"experts": {"balance": {"bias_rate": 0}}}), theirs, "origin")
+    found = with_model_of(three_keys(model={"experts": {"balance": {"bias_rate": 0}}}), theirs, is_new=True)
     assert isinstance(found.model, LlamaConfig)
     assert found.model.experts
     assert (found.model.experts.count, found.model.experts.balance.bias) == (6, True)
@@ -207,16 +211,12 @@ def test_a_run_that_goes_on_and_a_branch_have_the_model_and_the_sizes_of_their_c
         each.path.mkdir()
     origin.write_config(replace(three_keys(), model=THEIRS, batch=BatchConfig(24, 128)))
     config = three_keys(start_from=str(origin.path))
-    branch, _ = with_what_is_left_out(config, run, fresh=False, stage=2)
+    branch, _ = with_what_is_left_out(config, origin, origin)
     assert (branch.model, branch.batch) == (THEIRS, BatchConfig(24, 128))
-    tuned, _ = with_what_is_left_out(config, run, fresh=False, stage=None)
+    tuned, _ = with_what_is_left_out(config, None, origin)
     assert (tuned.model, tuned.batch) == (replace(THEIRS, parametrisation=None), BatchConfig(16, 256))
     run.write_config(tuned)
-    run.note_checkpoint(1)
-    origin.config.unlink()
-    assert with_what_is_left_out(config, run, fresh=False, stage=None)[0] == tuned, "it needs no origin"
-    with pytest.raises(UserError, match="is not a run directory"):
-        with_what_is_left_out(config, run, fresh=True, stage=None)
+    assert with_what_is_left_out(config, run, None)[0] == tuned, "it needs no origin"
 
 
 def test_tokenize_has_the_length_of_cpu_devices(written, gregale, capsys):

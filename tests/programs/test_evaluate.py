@@ -96,10 +96,7 @@ def test_losses_by_length_and_by_position(gregale, whole, final, monkeypatch):
     """In sequences of 16 and 32 tokens, the longer of which is the run's own; positions by a token at a time."""
     monkeypatch.setattr(evaluation, "FIRST_POSITIONS", 4)
     trained = open_trained("whole", None, 1)
-    config = replace(
-        trained.setup.config,
-        evaluation=EvaluationConfig(sequence_lengths=[16, 32], by_position=True),
-    )
+    config = replace(trained.setup.config, evaluation=EvaluationConfig(sequence_lengths=[16, 32], by_position=True))
     setup = replace(trained.setup, config=config)
     corpus = prepare(config.data, config.batch.sequence_length, config.seed)
     text = evaluation.evaluation_text(corpus, config)

@@ -14,7 +14,7 @@ from gregale.checkpoint.store import Checkpoints
 from gregale.cli import main
 from gregale.methods.diloco import Diloco
 from gregale.methods.schedule import Schedule
-from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.build import set_up
 from gregale.programs.runtime.trained_model import checkpoint_template, open_trained
 from gregale.programs.train.resume import converted
 from gregale.runs.config import TrainConfig

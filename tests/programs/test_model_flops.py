@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from gregale.axes.mapping import MappingConfig
+from gregale.axes.layout import MappingConfig
 from gregale.model.config import ExpertsConfig, LoraConfig
 from gregale.model.llama import GemmaConfig, GptOssConfig
 from gregale.objectives import DpoConfig
 from gregale.programs.plan.step import step_work
-from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.build import set_up
 from gregale.programs.runtime.model_flops import model_flops
 from tests.cost.steps import small_setup
 

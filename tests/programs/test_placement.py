@@ -5,15 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from gregale.axes.layout import MeshConfig, make_mesh
-from gregale.axes.mapping import MappingConfig
+from gregale.axes.layout import MappingConfig, MeshConfig, make_mesh
 from gregale.communication.pipeline import PipelineConfig
 from gregale.errors import UserError
 from gregale.programs.plan.devices import simulated_target
 from gregale.programs.plan.report import experts_of
 from gregale.programs.plan.search import Compiler, search
 from gregale.programs.plan.text import experts_line
-from gregale.programs.runtime.expert_parallelism import Choice, choice_of, in_places, set_up
+from gregale.programs.runtime.build import ExpertPlacement, choice_of, in_places, set_up
 from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
@@ -55,7 +54,7 @@ def test_few_rows_are_exchanged_and_of_many_the_matrices_are_gathered():
     assert many.layout == qwen(8192, MappingConfig(compute={"experts": None})).layout
     assert few.layout == qwen(1024, EXCHANGED).layout
     assert few.config.mapping == AUTO, "another mesh may have another place"
-    assert [Choice(9, exchanged).exchanges for exchanged in (2, 3)] == [True, False]
+    assert [ExpertPlacement(9, exchanged).exchanges for exchanged in (2, 3)] == [True, False]
 
 
 def line_of(setup: Setup) -> str:

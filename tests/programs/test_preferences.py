@@ -20,7 +20,7 @@ from gregale.data.tokenizers import load_tokenizer
 from gregale.errors import UserError
 from gregale.huggingface.families import parameters_of, path_of, slots_of
 from gregale.huggingface.peft import adapter_slots
-from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.build import set_up
 from gregale.programs.runtime.setup import Setup
 from gregale.programs.runtime.trained_model import FrozenSource, family_of
 from gregale.programs.train.resume import started_state
@@ -132,7 +132,7 @@ def sums_of(setup: Setup, state: TrainState) -> Accumulated:
 def test_loss_rewards_and_gradients_equal_those_of_torch(twins, options):
     theirs, imported = twins
     setup = setup_of(imported, f"--adapter.start_from={imported.parent / 'peft'}", *options)
-    base = FrozenSource.of(setup.config)
+    base = FrozenSource.of(setup.config.start_from)
     state = started_state(setup, load_tokenizer(imported), base)
     sums = sums_of(setup, state)
     expected, rewards, gradients = theirs.dpo()
@@ -155,7 +155,7 @@ def test_loss_rewards_and_gradients_equal_those_of_torch(twins, options):
 def test_whole_models_compare_with_the_one_before_the_first_step(twins, options):
     theirs, imported = twins
     setup = setup_of(imported, "--adapter=null", *options)
-    base, family = FrozenSource.of(setup.config), family_of(setup, RunDirectory(imported))
+    base, family = FrozenSource.of(setup.config.start_from), family_of(setup, RunDirectory(imported))
     state = started_state(setup, load_tokenizer(imported), base)
     parameters = parameters_of(jax.device_get(state.method.parameters))
     twin = copy.deepcopy(theirs.model).requires_grad_()

@@ -10,7 +10,7 @@ from gregale import __version__ as gregale_version
 from gregale.checkpoint.files import arrays_by_name
 from gregale.checkpoint.store import Checkpoints
 from gregale.data.examples import Examples
-from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.build import set_up
 from gregale.programs.runtime.trained_model import checkpoint_template
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load

@@ -87,11 +87,7 @@ MISTAKES = {
     "exits": ("other", "import sys; sys.exit('bye')", "other.py, line 1): SystemExit: bye"),
     "syntax": ("other", "a = 1\nb = = 2", "other.py, line 2): SyntaxError: invalid syntax"),
     "lacks a package": ("other", "import absent", "other.py, line 1): ModuleNotFoundError: No module named 'absent'"),
-    "taken name": (
-        "other",
-        TAKEN,
-        "other.py, line 6): ValueError: Cannot register <class 'other.Mine'> as llama",
-    ),
+    "taken name": ("other", TAKEN, "other.py, line 6): ValueError: Cannot register <class 'other.Mine'> as llama"),
     "taken codec": (
         "other",
         "from gregale.codecs.codec import register_codec\nregister_codec('int8', print)",

@@ -6,13 +6,12 @@ import shlex
 import jax
 import pytest
 
-from gregale.axes.layout import make_mesh
-from gregale.axes.mapping import mapped_layout
+from gregale.axes.layout import make_mesh, mapped_layout
 from gregale.errors import Mistakes
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
 from gregale.runs.rules import check
-from gregale.settings.rules import LAYOUT, TRAINING, Rule
+from gregale.settings import LAYOUT, TRAINING, Rule
 from tests.docs.pages import page_tables
 from tests.plugins import EXAMPLES, plugins_from
 

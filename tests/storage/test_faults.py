@@ -108,10 +108,7 @@ def test_an_interrupt_ends_the_wait_for_an_answer(failing_s3):
     ("answer", "expected"),
     [
         ("Wanted range starting at 10, but object was only 10 bytes long", EOFError),
-        (
-            "409 Conflict: <Error><Code>BlobAlreadyExists</Code><Message>Is.</Message></Error>",
-            FileExistsError,
-        ),
+        ("409 Conflict: <Error><Code>BlobAlreadyExists</Code><Message>Is.</Message></Error>", FileExistsError),
         (
             "404 Not Found: <Error><Code>ContainerNotFound</Code><Message>None.</Message></Error>",
             "no bucket az://bucket",

@@ -273,10 +273,7 @@ class Recorder(Tracker):
 
 def test_every_tracker_gets_the_figures_and_is_closed_though_one_fails():
     trackers = [Recorder(), Recorder(fails=True), Recorder()]
-    with (
-        pytest.raises(UserError, match=r"Recorder\.close raised OSError .*disk full"),
-        Callbacks(trackers) as together,
-    ):
+    with pytest.raises(UserError, match=r"Recorder\.close raised OSError .*disk full"), Callbacks(trackers) as together:
         together.on_step(1, {"loss": 2.0})
     assert all(tracker.entries == [(1, {"loss": 2.0})] and tracker.is_closed for tracker in trackers)
 

@@ -15,7 +15,7 @@ from gregale.axes.parameters import is_buffer, is_parameter, is_quantised
 Tree = TypeVar("Tree")
 
 
-def gathered(tree: Tree, layout: Layout, dtype: jnp.dtype) -> Tree:
+def all_gather_weights(tree: Tree, layout: Layout, dtype: jnp.dtype) -> Tree:
     """Return the weights of `tree` in `dtype` under the `compute` mapping; buffers and other leaves stay.
 
     The cast comes before the gather, so that the gather moves the bytes of `dtype`. The gradient takes the opposite
@@ -27,7 +27,7 @@ def gathered(tree: Tree, layout: Layout, dtype: jnp.dtype) -> Tree:
 
     def one(leaf):
         if is_quantised(leaf):
-            return leaf.gathered(layout)
+            return leaf.all_gathered(layout)
         if is_buffer(leaf) or not is_parameter(leaf.array if is_named(leaf) else leaf):
             return leaf
         if not is_named(leaf):

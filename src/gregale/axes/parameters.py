@@ -284,7 +284,6 @@ class QuantisedWeight(eqx.Module):
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        """Return the axes of the weight."""
         counted = self.scales.resolve_axis(self.along)
         whole = Axis(self.along, counted.size * self.codec.block)
         return tuple(whole if axis == counted else axis for axis in self.scales.axes)
@@ -306,7 +305,21 @@ class QuantisedWeight(eqx.Module):
         shape = tuple(axis.size for axis in self.axes)
         return NamedArray(scaled.astype(dtype).reshape(shape), self.scales.axis_names)
 
-    def gathered(self, layout: Layout) -> Self:
+    def check_blocks(self, layout: Layout) -> None:
+        """Raise `UserError` if devices would hold parts of blocks."""
+        (over,) = layout.splits((self.along,), layout.params)
+        blocks, devices = self.scales.resolve_axis(self.along).size, layout.devices((self.along,), layout.params)
+        if blocks % devices:
+            block = self.codec.block
+            split = " x ".join(f"{name} {layout.mesh.shape[name]}" for name in over if layout.mesh.shape[name] > 1)
+            raise UserError(
+                f"adapter.base holds weights in blocks of {block} values: a projection has {blocks * block} of them "
+                f"along {self.along}, which are {blocks} blocks. They would be split over {split} = {devices} devices, "
+                f"and {blocks} / {devices} = {blocks / devices:.4g} is not a whole number. Use fewer devices along "
+                "these axes, or adapter.base dtype."
+            )
+
+    def all_gathered(self, layout: Layout) -> Self:
         """Return the weight under `compute`; codes and scales are gathered."""
         held = layout.constrain((self.codes, self.scales), layout.params)
         codes, scales = layout.constrain(held, layout.compute)

@@ -241,7 +241,6 @@ class Saver:
 
 
 def _failure_of(action: Callable[[], object]) -> StoreError | None:
-    """Return the failure of an action, of a store or not; None if it succeeds."""
     try:
         action()
     except StoreError as error:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import Axis, NamedArray
 
-from gregale.axes.gather import gathered, scattered
+from gregale.axes.gather import all_gather_weights, scattered
 from gregale.axes.layout import BATCH, LAYERS, Layout, Tree, is_named, vmap_over
 from gregale.axes.parameters import is_buffer, is_parameter, is_quantised
 from gregale.errors import UserError, multiples_near
@@ -501,7 +501,7 @@ class Window:
         return self.layout.constrain(jax.tree.map(one, slot, is_leaf=is_named), mapping)
 
     def _gathered(self, level: GatherLevel, weights: Tree) -> Tree:
-        return gathered(weights, self.layout, self.dtype) if level == self.level else weights
+        return all_gather_weights(weights, self.layout, self.dtype) if level == self.level else weights
 
     def _reduced(self, leaf: NamedArray) -> NamedArray:
         place = leaf.axis_names.index(DATA)

@@ -74,7 +74,6 @@ class DataConfig(Settings):
 
     @property
     def weights(self) -> dict[str, float]:
-        """Return the weights of the sources."""
         return {name: source.weight for name, source in self.sources.items()}
 
     @property

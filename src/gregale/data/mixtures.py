@@ -1,4 +1,4 @@
-"""Mixtures of sources by weight, also those that change from stage to stage."""
+"""MixtureHistory of sources by weight, also those that change from stage to stage."""
 
 import sys
 from collections import Counter
@@ -130,12 +130,12 @@ class MixtureStage(NamedTuple):
         return [list(each.items()) for each in self.replicas or [self.weights]]
 
 
-Mixtures = tuple[MixtureStage, ...]  # of a run so far; the first one begins with example 0
+MixtureHistory = tuple[MixtureStage, ...]  # of a run so far; the first one begins with example 0
 
 
 def with_mixture(
-    mixtures: Mixtures, first: int, weights: Mapping[str, float], length: int, replicas: Sequence[Mixture] = ()
-) -> Mixtures:
+    mixtures: MixtureHistory, first: int, weights: Mapping[str, float], length: int, replicas: Sequence[Mixture] = ()
+) -> MixtureHistory:
     """Return the mixtures of a run that goes on with another one from example `first` on; an equal one adds nothing."""
     new = MixtureStage(first, dict(weights), length, replicas)
     if mixtures and (mixtures[-1].weighed, mixtures[-1].length) == (new.weighed, length):
@@ -143,23 +143,25 @@ def with_mixture(
     return (*(each for each in mixtures if each.first < first), new)
 
 
-def sources_of(mixtures: Mixtures) -> list[str]:
+def sources_of(mixtures: MixtureHistory) -> list[str]:
     """Return the sources from which the run has drawn, or draws from now on."""
     weighed = (pair for each in mixtures for mixture in each.weighed for pair in mixture)
     return list(dict.fromkeys(name for name, weight in weighed if weight))
 
 
-def tokens_of(mixtures: Mixtures, examples: int) -> int:
+def tokens_of(mixtures: MixtureHistory, examples: int) -> int:
     """Return the tokens of the first `examples` examples of a run, of which the last mixture has drawn the last."""
     ends = [*(each.first for each in mixtures[1:]), examples]
     return sum((end - each.first) * each.length for each, end in zip(mixtures, ends, strict=True))
 
 
-def staged_examples(sources: Mapping[str, Rows], mixtures: Mixtures, seed: int | None) -> Examples | ReplicaExamples:
+def staged_examples(
+    sources: Mapping[str, Rows], mixtures: MixtureHistory, seed: int | None
+) -> Examples | ReplicaExamples:
     """Return the endless training examples of a run from the first example of its last mixture on.
 
     A source goes on where the mixtures before have stopped, so that no row comes again before its epoch is complete.
-    Mixtures of another length do not count: rows of each length have epochs of their own.
+    MixtureHistory of another length do not count: rows of each length have epochs of their own.
     """
     import grain
 

@@ -24,7 +24,7 @@ from gregale.data.examples import (
     training_examples,
     validation_examples,
 )
-from gregale.data.mixtures import Mixtures, ReplicaExamples, replica_examples, sources_of, staged_examples
+from gregale.data.mixtures import MixtureHistory, ReplicaExamples, replica_examples, sources_of, staged_examples
 from gregale.data.sources import SourceConfig
 from gregale.data.sources.base import expand
 from gregale.data.store import ChunkCache, Report, TokenStore, format_skipped, json_sha256, silent
@@ -66,11 +66,11 @@ class Corpus:
         # Include cuts only if there are any: the fingerprint of a source with held-out documents must not change.
         return json_sha256([checksums, self.tokenizer.fingerprint, self.held_out_share, *([cuts] if cuts else [])])
 
-    def fingerprint_after(self, mixtures: Mixtures) -> str:
+    def fingerprint_after(self, mixtures: MixtureHistory) -> str:
         """Return the fingerprint of a run with these mixtures: that of the sources from which it draws."""
         return self.fingerprint_of(sources_of(mixtures))
 
-    def training(self, mixtures: Mixtures) -> Examples | ReplicaExamples:
+    def training(self, mixtures: MixtureHistory) -> Examples | ReplicaExamples:
         """Return the training examples of a run with these mixtures."""
         return self.train if len(mixtures) < 2 else staged_examples(self.train_rows, mixtures, self.seed)
 
@@ -94,7 +94,8 @@ def prepare(config: DataConfig, sequence_length: int, seed: int, report: Report 
 
     Raises `UserError` if a source or the tokenizer is invalid, or there is no window to train or to evaluate on.
     """
-    tokenizer, stores, cuts = build_and_cut(config, sequence_length, report)
+    cache = token_cache(config)
+    tokenizer, stores, cuts = build_and_cut(config, cache, sequence_length, report)
     together = {name: source.rows_together for name, source in config.sources.items()}
     splits = {name: split_at(store, config.held_out, cuts.get(name), together[name]) for name, store in stores.items()}
     train = {name: each.train for name, each in splits.items()}
@@ -103,7 +104,7 @@ def prepare(config: DataConfig, sequence_length: int, seed: int, report: Report 
     check_rows(rows, config.held_out)
     held_out_rows = source_rows(SOURCES, held_out, sequence_length, config)
     check_loss(f"data.{SOURCES}", rows)
-    validating = stores_of(VALIDATION, config, tokenizer, report)
+    validating = stores_of(VALIDATION, config, cache, tokenizer, report)
     validation = {name: split_at(store, 0, None).train for name, store in validating.items()}
     validation_rows = source_rows(VALIDATION, validation, sequence_length, config)
     check_loss(f"data.{VALIDATION}", validation_rows)
@@ -148,14 +149,14 @@ def token_cache(config: DataConfig) -> TokenCache:
 
 
 def build_and_cut(
-    config: DataConfig, sequence_length: int, report: Report
+    config: DataConfig, cache: TokenCache, sequence_length: int, report: Report
 ) -> tuple[Tokenizer, dict[str, TokenStore], dict[str, int]]:
     """Return the tokenizer, the store of each source, and the index at which each source's held-out end begins, if any.
 
     The tokens of a source decide whether it has a held-out end. A BPE was trained on that end by then. It is trained
     again on the text before the end; the position of the end in the text does not change.
     """
-    tokenizer, stores = build_stores(config, report)
+    tokenizer, stores = build_stores(config, cache, report)
     found = {
         name: end_cut(store, config.held_out, sequence_length, source.packing, source.rows_together)
         for (name, store), source in zip(stores.items(), config.sources.values(), strict=True)
@@ -164,12 +165,12 @@ def build_and_cut(
     if not cuts or config.tokenizer.trained is None:
         return tokenizer, stores, cuts
     ends = {name: end_of(stores[name], cut, tokenizer) for name, cut in cuts.items()}
-    tokenizer, stores = build_stores(config, report, ends)
+    tokenizer, stores = build_stores(config, cache, report, ends)
     return tokenizer, stores, {name: cut_of(stores[name], end, tokenizer) for name, end in ends.items()}
 
 
 def build_stores(
-    config: DataConfig, report: Report = silent, ends: Mapping[str, End] = MappingProxyType({})
+    config: DataConfig, cache: TokenCache, report: Report = silent, ends: Mapping[str, End] = MappingProxyType({})
 ) -> tuple[Tokenizer, dict[str, TokenStore]]:
     """Return the tokenizer and the store of each source, built where the cache lacks them.
 
@@ -183,14 +184,15 @@ def build_stores(
             "sources: {books: {type: text, files: ['books/*.txt']}}. "
             f"The types are: {', '.join(SourceConfig.get_known_choices())}."
         )
-    tokenizer = make_tokenizer(config, token_cache(config).root, ends, report)
-    return tokenizer, stores_of(SOURCES, config, tokenizer, report)
+    tokenizer = make_tokenizer(config, cache.root, ends, report)
+    return tokenizer, stores_of(SOURCES, config, cache, tokenizer, report)
 
 
-def stores_of(group: str, config: DataConfig, tokenizer: Tokenizer, report: Report) -> dict[str, TokenStore]:
+def stores_of(
+    group: str, config: DataConfig, cache: TokenCache, tokenizer: Tokenizer, report: Report
+) -> dict[str, TokenStore]:
     """Return the store of each of the configuration's `sources`, or of each in `validation`."""
-    cache, workers = token_cache(config), config.workers or os.cpu_count() or 1
-    stores = {}
+    workers, stores = config.workers or os.cpu_count() or 1, {}
     for name, source in getattr(config, group).items():
         with naming(f"data.{group}.{name}"):
             stores[name] = build_store(NamedSource(name, source), tokenizer, cache, workers, report)
@@ -210,7 +212,6 @@ def source_rows(
 
 
 def check_rows(sources: Mapping[str, Rows], held_out: float) -> None:
-    """Raise `UserError` for a source without a row to train on."""
     for name, rows in sources.items():
         if not len(rows):
             raise UserError(
@@ -220,7 +221,6 @@ def check_rows(sources: Mapping[str, Rows], held_out: float) -> None:
 
 
 def check_loss(group: str, sources: Mapping[str, Rows]) -> None:
-    """Raise `UserError` for a source in which the loss is on no token."""
     for name, rows in sources.items():
         if len(rows) and not rows.targets:
             raise UserError(

@@ -157,7 +157,7 @@ class StopRequest:
 
 
 @contextmanager
-def ended_by_signals(signals: Sequence[int] = (signal.SIGTERM, signal.SIGHUP)) -> Iterator[StopRequest]:
+def stop_on_signals(signals: Sequence[int] = (signal.SIGTERM, signal.SIGHUP)) -> Iterator[StopRequest]:
     """End a command that has nothing to save by a signal, as by Ctrl-C; the exit code is 128 + the signal's number.
 
     A command of several processes begins it after JAX has joined them: there JAX takes SIGTERM, and does nothing. In a

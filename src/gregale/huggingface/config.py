@@ -20,8 +20,7 @@ from haliax import Axis
 from gregale.axes.layout import is_named
 from gregale.axes.parameters import buffers_of
 from gregale.errors import UserError
-from gregale.huggingface.families import FAMILIES, Family, family_of, parameters_of
-from gregale.huggingface.typed_json import TypedJson
+from gregale.huggingface.families import FAMILIES, Family, TypedJson, family_of, parameters_of
 from gregale.model.config import ExpertsConfig, LinearScaling, Llama3Scaling, RotaryScaling, YarnScaling
 from gregale.model.llama import LlamaConfig
 from gregale.settings import Settings, at_least, shortened, whole

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import jax
 import numpy as np
@@ -17,18 +17,66 @@ from gregale.axes.layout import EXPERTS, is_layers, is_named
 from gregale.axes.parameters import buffers_of, layer_numbers, layer_order, layers_axis
 from gregale.errors import UserError
 from gregale.formatting import listed
-from gregale.huggingface.typed_json import TypedJson
 from gregale.model.config import BalanceConfig, ExpertsConfig
 from gregale.model.kernels.operations import CLIP_LIMIT, CLIP_SLOPE
 from gregale.model.llama import GemmaConfig, GptOssConfig, LlamaConfig
-from gregale.settings import whole
-from gregale.settings.decoding import types_of
+from gregale.settings import Range, shortened, whole
+from gregale.settings.decoding import is_union, type_name, types_of
 
 MLP_ONLY, FIRST_DENSE = "mlp_only_layers", "first_k_dense_replace"
 SPARSE_STEP, MLP_TYPES = "decoder_sparse_step", "mlp_layer_types"
 DENSE, SPARSE = "dense", "sparse"
 SIZES = ("count", "active", "width", "shared")
 LOSS, BIAS = "balance.loss", "balance.bias"
+
+
+@dataclass(frozen=True)
+class TypedJson:
+    """An object of a JSON file.
+
+    - `source`: its path and, of an object in another, its key
+    - `defaults`: values of keys that it lacks, or that are null though values of their type are not
+    """
+
+    content: Mapping[str, Any]
+    source: str
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    def read(self, key: str, kind: Any, default: Any = ..., valid: Range | None = None) -> Any:
+        """Return a key's value as a field of type `kind` has it; without any default the key has to be there."""
+        value, default = self.content.get(key), self.defaults.get(key, default)
+        if default is not ... and (key not in self.content or (value is None and _typed(None, kind) is ...)):
+            return default
+        found = _typed(value, kind)
+        if found is ... or (valid and found is not None and found not in valid):
+            there = f"is {shortened(repr(value))}" if key in self.content else "is missing"
+            wanted = f"{type_name(kind)}{f', {valid.words(largest=True)}' if valid else ''}"
+            raise self.error(f"{key} {there}; it has to be of type {wanted}.")
+        return found
+
+    def below(self, key: str) -> "TypedJson":
+        """Return the object at a key; an empty one if it is absent or null."""
+        return TypedJson(self.read(key, dict, {}), f"{self.source}, {key}")
+
+    def error(self, text: str) -> UserError:
+        return UserError(f"{self.source}: {text}")
+
+
+def _typed(value: Any, kind: Any) -> Any:
+    """Return a value as a type has it; an ellipsis if it is of another type.
+
+    A whole number may be written as a float, and a float as a whole number.
+    """
+    if is_union(kind):
+        return next((found for each in get_args(kind) if (found := _typed(value, each)) is not ...), ...)
+    if get_origin(kind) is list and isinstance(value, list):
+        items = [_typed(item, get_args(kind)[0]) for item in value]
+        return ... if ... in items else items
+    if kind is float and type(value) in (int, float):
+        return float(value) if abs(value) < 2**1023 else ...  # neither infinity nor NaN
+    if kind is int and type(value) is float and value.is_integer():
+        return int(value)
+    return value if type(value) is kind else ...
 
 
 @dataclass(frozen=True)
@@ -347,7 +395,6 @@ FAMILIES = {family.model_type: family for family in FAMILY_TABLE}
 
 
 def register_family(family: Family) -> None:
-    """Add a family; raise `ValueError` for a `model_type` that is taken."""
     if FAMILIES.setdefault(family.model_type, family) != family:
         raise ValueError(f"Cannot register the family {family.model_type}: the name is taken")
 

@@ -17,7 +17,7 @@ import gregale
 from gregale.checkpoint.files import not_finite
 from gregale.checkpoint.multihost import by_first_process, first_message, messages_of_all
 from gregale.checkpoint.store import Checkpoints
-from gregale.data.mixtures import Mixtures, with_mixture
+from gregale.data.mixtures import MixtureHistory, with_mixture
 from gregale.data.preparation import Corpus
 from gregale.data.sources.base import expand
 from gregale.distributed.agreement import ABSENT, difference, format_term, from_text, to_text
@@ -547,7 +547,7 @@ def stage_terms(config: TrainConfig, corpus: Corpus) -> dict[str, str]:
     return settings | {key: value for key, value in data_terms(corpus).items() if is_trained_on(key)}
 
 
-def check_mixtures(config: TrainConfig, number: int, mixtures: Mixtures) -> None:
+def check_mixtures(config: TrainConfig, number: int, mixtures: MixtureHistory) -> None:
     """Raise `UserError` if a checkpoint has mixtures that are of none of the stages up to `number`."""
     known = [(each.weighed, each.length) for each in fleet_mixtures(config, range(1, number + 1))]
     if any((each.weighed, each.length) not in known for each in mixtures):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from gregale.errors import UserError
 from gregale.islands.config import IslandsConfig
 from gregale.runs.sections import JoiningCosts, Section
-from gregale.settings.rules import Rule
+from gregale.settings import Rule
 
 if TYPE_CHECKING:
     from gregale.methods.config import MethodContext, Methods, SyncConfig

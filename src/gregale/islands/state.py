@@ -30,7 +30,7 @@ from gregale.atomic_files import os_error_text
 from gregale.checkpoint import files
 from gregale.checkpoint.manifest import MANIFEST
 from gregale.checkpoint.store import delete
-from gregale.data.mixtures import Mixtures, with_mixture
+from gregale.data.mixtures import MixtureHistory, with_mixture
 from gregale.errors import UserError
 from gregale.islands.method import Island
 from gregale.islands.outer import NO_OWN_LEAVES, HostOuter, OwnLeaves
@@ -305,12 +305,12 @@ def stage_rounds(config: TrainConfig, islands: Sequence[Island]) -> tuple[int, .
     return tuple(found[1:])
 
 
-def fleet_mixtures(config: TrainConfig, firsts: Sequence[int]) -> Mixtures:
+def fleet_mixtures(config: TrainConfig, firsts: Sequence[int]) -> MixtureHistory:
     """Return the mixtures of a fleet's examples so far.
 
     - `firsts`: the first example of each stage that has begun after the first, of the fleet's ledger
     """
-    found: Mixtures = ()
+    found: MixtureHistory = ()
     for first, stage in zip([0, *firsts], config.each_stage, strict=False):
         found = with_mixture(found, first, *stage.config.mixture)
     return found

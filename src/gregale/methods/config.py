@@ -18,8 +18,7 @@ from gregale.methods.psdp import Psdp
 from gregale.methods.schedule import PATTERNS, Schedule
 from gregale.model.config import CompilerOptions
 from gregale.optim import ConstantSchedule, OptimizerConfig, SgdConfig
-from gregale.settings import Range, Settings, between, restated, setting, whole
-from gregale.settings.rules import LAYOUT, Rule
+from gregale.settings import LAYOUT, Range, Rule, Settings, between, restated, setting, whole
 
 
 @dataclass(frozen=True)

@@ -117,11 +117,7 @@ class Sizes(ModelConfig):
     """The settings that determine the parameter shapes of a decoder-only model."""
 
     layers: int = setting(
-        12,
-        "number of layers",
-        range=whole(1, 100_000),
-        aliases=("num_hidden_layers", "depth"),
-        fixed=SHAPE,
+        12, "number of layers", range=whole(1, 100_000), aliases=("num_hidden_layers", "depth"), fixed=SHAPE
     )
     hidden: int = setting(
         768,
@@ -130,13 +126,7 @@ class Sizes(ModelConfig):
         aliases=("hidden_size", "dim", "d_model", "embed_dim", "width", "embed"),
         fixed=SHAPE,
     )
-    heads: int = setting(
-        12,
-        "query heads",
-        range=whole(1),
-        aliases=("num_attention_heads",),
-        fixed=SHAPE,
-    )
+    heads: int = setting(12, "query heads", range=whole(1), aliases=("num_attention_heads",), fixed=SHAPE)
     kv_heads: int | None = setting(
         None,
         "key and value heads; null: as many as heads",
@@ -145,11 +135,7 @@ class Sizes(ModelConfig):
         fixed=SHAPE,
     )
     head_size: int | None = setting(
-        None,
-        "width of a head; null: hidden / heads",
-        range=whole(1),
-        aliases=("d_head", "d_kv"),
-        fixed=SHAPE,
+        None, "width of a head; null: hidden / heads", range=whole(1), aliases=("d_head", "d_kv"), fixed=SHAPE
     )
     mlp: int = setting(
         2048,
@@ -167,10 +153,7 @@ class Sizes(ModelConfig):
     )
     row_multiple: int = setting(1, "rows are filled up to it, without logits", range=whole(1), fixed=SHAPE)
     tied_head: bool = setting(
-        False,
-        "the output head is the embedding table",
-        aliases=("tied_embeddings", "weight_tying"),
-        fixed=SHAPE,
+        False, "the output head is the embedding table", aliases=("tied_embeddings", "weight_tying"), fixed=SHAPE
     )
 
     def __post_init__(self):
@@ -636,11 +619,7 @@ class DecoderConfig(Sizes):
         fixed=MEANING,
     )
     rotary_base: float = setting(
-        10000.0,
-        "base of the rotary wavelengths",
-        range=at_least(1),
-        aliases=("rotary_theta", "theta"),
-        fixed=MEANING,
+        10000.0, "base of the rotary wavelengths", range=at_least(1), aliases=("rotary_theta", "theta"), fixed=MEANING
     )
     rotary_scaling: RotaryScaling | None = setting(
         None, "for a longer context; null: none", aliases=("rope_scaling",), fixed=MEANING

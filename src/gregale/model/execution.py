@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout as MemoryLayout
 from jax.experimental.layout import with_layout_constraint
 
-from gregale.axes.gather import gathered
+from gregale.axes.gather import all_gather_weights
 from gregale.axes.layout import BATCH, EMBED, EXPERTS, LAYERS, POSITION, AxisMapping, Layout, is_named
 from gregale.axes.parameters import Stacks, decoded, is_quantised, is_stacks, position_order, renamed, stack_axis
 from gregale.errors import UserError
@@ -105,7 +105,6 @@ def cut(stacked: Any, parts: Sequence[LayerSegment]) -> list[list[Any]]:
 
 
 def _own(part: LayerSegment, structure: int) -> LayerSegment:
-    """Return the layers of one structure in a segment."""
     return part._replace(pattern=tuple(label for label in part.pattern if label[0] == structure))
 
 
@@ -381,7 +380,9 @@ class Products:
 
     def gathered(self, weights) -> Any:
         """Gather weights, unless they are ready; those in few bits are decoded for use."""
-        return decoded(weights if self.weights_ready else gathered(weights, self.layout, self.dtype), self.dtype)
+        return decoded(
+            weights if self.weights_ready else all_gather_weights(weights, self.layout, self.dtype), self.dtype
+        )
 
     def gathered_layer(self, weights) -> Any:
         """Gather the weights of a layer whose products are `project` and `mlp`, as the numbers that these take."""

@@ -160,7 +160,7 @@ IMBALANCE = "expert_imbalance"  # the balance loss over `active`: 1 for equal nu
 TOKENS = (BATCH, POSITION)
 
 
-class Choice(NamedTuple):
+class Routing(NamedTuple):
     """The experts of each token, [batch, position, active] each."""
 
     experts: jax.Array  # int32
@@ -169,7 +169,7 @@ class Choice(NamedTuple):
 
 def choose(
     logits: NamedArray, bias: NamedArray | None, config: ExpertsConfig, execution: Execution
-) -> tuple[Choice, NamedArray]:
+) -> tuple[Routing, NamedArray]:
     """Return each token's experts, and the scores of its logits [batch, position, router], float32.
 
         scores = softmax(logits), or the sigmoid
@@ -191,7 +191,7 @@ def choose(
     weights = jnp.where(chosen, scores.array[:, :, None], 0).sum(-1)
     if config.renormalise:
         weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
-    return Choice(experts, weights * config.scale), scores
+    return Routing(experts, weights * config.scale), scores
 
 
 def router_logits(x: NamedArray, router: NamedArray, dtype: str, execution: Execution) -> NamedArray:
@@ -215,7 +215,7 @@ def _best(config: ExpertsConfig, order: jax.Array) -> jax.Array:
 
 
 def routing_sums(
-    choice: Choice, logits: NamedArray, scores: NamedArray, mask: NamedArray, config: ExpertsConfig
+    choice: Routing, logits: NamedArray, scores: NamedArray, mask: NamedArray, config: ExpertsConfig
 ) -> dict[str, NamedArray]:
     """Return sums of a layer over the tokens of each row, as they weigh in the loss: [batch, ...], float32.
 
@@ -369,7 +369,7 @@ class Experts(ExpertMatrices):
             bias = Buffer(next_bias(bias.value, load, rate))
         return replace(self, load=Buffer(share), bias=bias)
 
-    def _chosen(self, x: NamedArray, choice: Choice, execution: Execution) -> NamedArray:
+    def _chosen(self, x: NamedArray, choice: Routing, execution: Execution) -> NamedArray:
         x = x.rearrange((*TOKENS, EMBED))
         matrices, integers, grouped = (self.gate, self.up, self.down), (), execution.kernels.grouped
         if execution.matmul == "int8":
@@ -385,8 +385,8 @@ class Experts(ExpertMatrices):
         devices = execution.layout.devices((MLP,), execution.layout.compute)
         scale = factors[0].scale if factors else 1.0
         mlp = GroupedMlp(grouped, GATED[self.config.activation], devices, adapted, scale)
-        mixture = Mixture(x.axes, axes, mlp, execution.layout)
-        found: Any = _mixed(mixture, x.array, *choice, integers, *(weight.array for weight in weights))
+        layer = GroupedExperts(x.axes, axes, mlp, execution.layout)
+        found: Any = _mixed(layer, x.array, *choice, integers, *(weight.array for weight in weights))
         return NamedArray(found, x.axis_names)
 
     def _shared(self, shared: Mlp, x: NamedArray, execution: Execution) -> NamedArray:
@@ -423,7 +423,7 @@ class Saved(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Mixture:
+class GroupedExperts:
     """The shapes and shardings of one call."""
 
     tokens: tuple[Axis, ...]  # batch, position, embed
@@ -503,24 +503,24 @@ def _of_tokens(order: Order, active: int, x: jax.Array) -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mixed(mixture: Mixture, x, experts, weights, integers: tuple[Integers, ...], *matrices) -> jax.Array:
+def _mixed(layer: GroupedExperts, x, experts, weights, integers: tuple[Integers, ...], *matrices) -> jax.Array:
     """Return the sum over each token's experts, [batch, position, embed].
 
-    - `experts`, `weights`: [batch, position, active], see `Choice`
+    - `experts`, `weights`: [batch, position, active], see `Routing`
     - `integers`: those of the first matrices, which products take in their place; they get all of the gradient
     - `matrices`: the weights of `GroupedMlp`
     """
-    return _mixed_forward(mixture, x, experts, weights, integers, *matrices)[0]
+    return _mixed_forward(layer, x, experts, weights, integers, *matrices)[0]
 
 
-def _mixed_forward(mixture: Mixture, x, experts, weights, integers, *matrices):
+def _mixed_forward(layer: GroupedExperts, x, experts, weights, integers, *matrices):
     matrices = (*integers, *matrices[len(integers) :])
-    if mixture.expert_axes:
-        return _exchanged(mixture, x, experts, weights, *matrices), (x, experts, weights, *matrices)
-    mlp, over = mixture.mlp, mixture.mlp_axes
+    if layer.expert_axes:
+        return _exchanged(layer, x, experts, weights, *matrices), (x, experts, weights, *matrices)
+    mlp, over = layer.mlp, layer.mlp_axes
 
     def local(x, experts, weights, *matrices):
-        order = mixture.order(experts)
+        order = layer.order(experts)
         rows = _of_tokens(order, experts.shape[-1], x)
         saved = Saved(order, *mlp.inner(rows, order.sizes, matrices))
         factors = weights.reshape(-1)[order.pairs][:, None].astype(x.dtype)
@@ -528,59 +528,59 @@ def _mixed_forward(mixture: Mixture, x, experts, weights, integers, *matrices):
         out = _summed(order, out, x.shape[:2]).astype(x.dtype)
         return (jax.lax.psum(out, over) if over else out), saved
 
-    tokens, saved = mixture.token_spec, mixture.saved_specs
-    inputs = (tokens, tokens, tokens, *mixture.weight_specs(mixture.layout.compute))
-    out, kept = mixture.sharded(local, inputs, (tokens, saved))(x, experts, weights, *matrices)
+    tokens, saved = layer.token_spec, layer.saved_specs
+    inputs = (tokens, tokens, tokens, *layer.weight_specs(layer.layout.compute))
+    out, kept = layer.sharded(local, inputs, (tokens, saved))(x, experts, weights, *matrices)
     kept = kept._replace(gate=checkpoint_name(kept.gate, "gate"), up=checkpoint_name(kept.up, "up"))
     return out, (kept, x, weights, *matrices)
 
 
-def _mixed_backward(mixture: Mixture, saved, cotangent):
-    if mixture.expert_axes:
-        return _exchanged_backward(mixture, saved, cotangent)
-    layout, over = mixture.layout, mixture.mlp_axes
+def _mixed_backward(layer: GroupedExperts, saved, cotangent):
+    if layer.expert_axes:
+        return _exchanged_backward(layer, saved, cotangent)
+    layout, over = layer.layout, layer.mlp_axes
 
     def local(cotangent, saved: Saved, x, weights, *matrices):
         order, active = saved.order, weights.shape[-1]
         rows, by_rows = (_of_tokens(order, active, each) for each in (x, cotangent))
         factors = weights.reshape(-1)[order.pairs][:, None].astype(x.dtype)
-        by_x, by_weights, gradients = mixture.mlp.backward(rows, by_rows, saved[1:], factors, order.sizes, matrices)
+        by_x, by_weights, gradients = layer.mlp.backward(rows, by_rows, saved[1:], factors, order.sizes, matrices)
         by_x = _summed(order, by_x, x.shape[:2]).astype(x.dtype)
         by_weights = by_weights[order.places].reshape(weights.shape)
         by_x, by_weights = jax.lax.psum((by_x, by_weights), over) if over else (by_x, by_weights)
-        return by_x, by_weights.astype(weights.dtype), *mixture.scattered(gradients)
+        return by_x, by_weights.astype(weights.dtype), *layer.scattered(gradients)
 
-    tokens, compute = mixture.token_spec, mixture.weight_specs(layout.compute)
-    inputs = (tokens, mixture.saved_specs, tokens, tokens, *compute)
-    outputs = (tokens, tokens, *mixture.gradient_specs)
-    by_x, by_weights, *parts = mixture.sharded(local, inputs, outputs)(cotangent, *saved)
-    return by_x, None, by_weights, None, *mixture.with_frozen(parts)
+    tokens, compute = layer.token_spec, layer.weight_specs(layout.compute)
+    inputs = (tokens, layer.saved_specs, tokens, tokens, *compute)
+    outputs = (tokens, tokens, *layer.gradient_specs)
+    by_x, by_weights, *parts = layer.sharded(local, inputs, outputs)(cotangent, *saved)
+    return by_x, None, by_weights, None, *layer.with_frozen(parts)
 
 
-def _exchanged(mixture: Mixture, x, experts, weights, *matrices) -> jax.Array:
-    over, tokens = mixture.mlp_axes, mixture.token_spec
+def _exchanged(layer: GroupedExperts, x, experts, weights, *matrices) -> jax.Array:
+    over, tokens = layer.mlp_axes, layer.token_spec
 
     def local(x, *more):
-        out = mixture.exchange.forward(x, *more).astype(x.dtype)
+        out = layer.exchange.forward(x, *more).astype(x.dtype)
         return jax.lax.psum(out, over) if over else out
 
-    inputs = (tokens, tokens, tokens, *mixture.weight_specs(mixture.layout.compute))
-    return mixture.sharded(local, inputs, tokens)(x, experts, weights, *matrices)
+    inputs = (tokens, tokens, tokens, *layer.weight_specs(layer.layout.compute))
+    return layer.sharded(local, inputs, tokens)(x, experts, weights, *matrices)
 
 
-def _exchanged_backward(mixture: Mixture, saved, cotangent):
-    over, tokens = mixture.mlp_axes, mixture.token_spec
+def _exchanged_backward(layer: GroupedExperts, saved, cotangent):
+    over, tokens = layer.mlp_axes, layer.token_spec
 
     def local(cotangent, x, experts, weights, *matrices):
-        by_x, by_weights, gradients = mixture.exchange.backward(cotangent, x, experts, weights, *matrices)
+        by_x, by_weights, gradients = layer.exchange.backward(cotangent, x, experts, weights, *matrices)
         by_x = by_x.astype(x.dtype)
         by_x, by_weights = jax.lax.psum((by_x, by_weights), over) if over else (by_x, by_weights)
-        return by_x, by_weights.astype(weights.dtype), *mixture.scattered(gradients)
+        return by_x, by_weights.astype(weights.dtype), *layer.scattered(gradients)
 
-    inputs = (tokens, tokens, tokens, tokens, *mixture.weight_specs(mixture.layout.compute))
-    outputs = (tokens, tokens, *mixture.gradient_specs)
-    by_x, by_weights, *parts = mixture.sharded(local, inputs, outputs)(cotangent, *saved)
-    return by_x, None, by_weights, None, *mixture.with_frozen(parts)
+    inputs = (tokens, tokens, tokens, tokens, *layer.weight_specs(layer.layout.compute))
+    outputs = (tokens, tokens, *layer.gradient_specs)
+    by_x, by_weights, *parts = layer.sharded(local, inputs, outputs)(cotangent, *saved)
+    return by_x, None, by_weights, None, *layer.with_frozen(parts)
 
 
 _mixed.defvjp(_mixed_forward, _mixed_backward)

@@ -41,12 +41,7 @@ def next_token_loss(
 
 
 def losses_of_head(
-    hidden: NamedArray,
-    head: NamedArray,
-    targets: NamedArray,
-    weights: NamedArray,
-    execution: Execution,
-    logits: Logits,
+    hidden: NamedArray, head: NamedArray, targets: NamedArray, weights: NamedArray, execution: Execution, logits: Logits
 ) -> tuple[jax.Array, jax.Array]:
     """Return `next_token_loss` and the z-loss, of which only the sum has gradients: float32 scalars.
 

@@ -107,7 +107,6 @@ class Groups:
 
 
 def check_match(key: str, match: str, names: Sequence[str]) -> None:
-    """Raise `KeyedError` if a pattern has none of the names."""
     if not any(has_name(match, name) for name in names):
         shown = ", ".join(names[:: max(1, len(names) // SHOWN)][:SHOWN])
         reason = f", and no parameter has such a name. Some of the {len(names)} names: {shown}."
@@ -258,9 +257,7 @@ class OptimizerConfig(Settings, draccus.ChoiceRegistry):
         1e-3, "peak learning rate", range=at_least(0), aliases=("lr", "peak_lr", "max_lr", "step_size", "outer_lr")
     )
     schedule: ScheduleConfig = setting(
-        CosineSchedule(),
-        "how the learning rate moves",
-        aliases=("scheduler", "lr_scheduler", "lr_scheduler_type"),
+        CosineSchedule(), "how the learning rate moves", aliases=("scheduler", "lr_scheduler", "lr_scheduler_type")
     )
     weight_decay: float = setting(
         0.0, "weight decay, times the learning rate", range=at_least(0), aliases=("wd", "decay_rate", "l2")

@@ -15,7 +15,7 @@ from gregale.data.sources.tables import ParquetSource
 from gregale.data.sources.text import CsvSource, JsonLinesSource, TextSource, TsvSource
 from gregale.data.tokenizer_training import naming
 from gregale.data.tokenizers import Tokenizer, load_tokenizer
-from gregale.distributed.signals import ended_by_signals
+from gregale.distributed.signals import stop_on_signals
 from gregale.errors import UserError
 from gregale.evaluation.tasks import Task, read_tasks
 from gregale.programs.command import Command
@@ -83,7 +83,7 @@ class EvalOptions(Settings):
         return self.stride is not None or self.batches is not None or self.all
 
 
-@ended_by_signals()
+@stop_on_signals()
 def main(options: EvalOptions) -> int:
     """Print the loss in nats per token and bits per byte, and the metrics of tasks."""
     read_tasks(options.tasks)  # rejects wrong files before the model is read

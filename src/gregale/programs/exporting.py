@@ -22,7 +22,7 @@ from gregale.data.tokenizers import Tokenizer, load_tokenizer
 from gregale.distributed.config import DistributedConfig
 from gregale.distributed.devices import release_memory, start_devices
 from gregale.distributed.liveness import monitor_peers
-from gregale.distributed.signals import ended_by_signals
+from gregale.distributed.signals import stop_on_signals
 from gregale.errors import UserError
 from gregale.huggingface.config import exported_family, written_config
 from gregale.huggingface.families import Family, Slot, slots_of
@@ -154,8 +154,8 @@ def main(options: ExportOptions) -> int:
     if options.adapter and config.adapter is None:
         raise UserError(f"adapter: {run.path} has no adapters. Without --adapter its whole model is written.")
     watch = start_devices(config.cpu_devices, options.distributed, process_terms(options))
-    with monitor_peers(watch, lambda: "The same command starts again."), ended_by_signals(), ExitStack() as stack:
-        model = decoder_of(config)
+    with monitor_peers(watch, lambda: "The same command starts again."), stop_on_signals(), ExitStack() as stack:
+        model = decoder_of(config.model)
         setup = set_up_run(run, config)
         tokenizer, imported = load_tokenizer(run.path), ImportedFiles.of(run)
         family = exported_family(setup.base, model, setup.Vocab, imported.config)
@@ -286,7 +286,7 @@ def write_beside(folder: Path, exported: Exported, rows: int, dtype: str) -> Non
         "max_position_embeddings": max(context, saved["max_position_embeddings"]),
         "dtype" if "dtype" in saved else "torch_dtype": dtype,
     }
-    write_json(folder / CONFIG, written_config(decoder_of(config), exported.family, rows, saved) | own)
+    write_json(folder / CONFIG, written_config(decoder_of(config.model), exported.family, rows, saved) | own)
     if not imported.config:
         write_json(folder / GENERATION, {"eos_token_id": end, "_from_model_config": True})
         write_tokenizer(tokenizer, folder, context)

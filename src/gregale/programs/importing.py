@@ -17,7 +17,7 @@ from gregale.data.sources.base import expand
 from gregale.data.store import progress_bars
 from gregale.data.tokenizers import FileConfig, LibraryTokenizer, save_tokenizer
 from gregale.errors import UserError
-from gregale.huggingface.families import slots_of
+from gregale.huggingface.families import TypedJson, slots_of
 from gregale.huggingface.folder import (
     CONFIG,
     TOKENIZER,
@@ -31,7 +31,6 @@ from gregale.huggingface.folder import (
 from gregale.huggingface.hub import model_folder, model_name
 from gregale.huggingface.safetensors import Packed, Tensor, plan_file
 from gregale.huggingface.tokenizer import end_of_document, rebuilt, rowless, tokenizer_of
-from gregale.huggingface.typed_json import TypedJson
 from gregale.huggingface.weights import check_finite, check_tied, write_index
 from gregale.model.config import ComputeConfig
 from gregale.programs.command import Command

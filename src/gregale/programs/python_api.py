@@ -17,7 +17,6 @@ import numpy as np
 
 from gregale.axes.layout import MeshConfig
 from gregale.data.examples import stream_of
-from gregale.data.sources.base import expand
 from gregale.data.tokenizers import load_tokenizer
 from gregale.distributed.signals import process_goes_on
 from gregale.errors import Interrupted, UserError
@@ -32,7 +31,7 @@ from gregale.runs.config import TrainConfig
 from gregale.runs.history import RunPaths, last_entries
 from gregale.runs.parsing import load as read
 from gregale.settings.decoding import TYPE, choice_name, is_registry
-from gregale.storage import StoragePath, storage_path
+from gregale.storage import StoragePath
 from gregale.tracking.trackers import Console
 
 
@@ -181,7 +180,7 @@ def train(
             if jax.process_count() > 1:  # the others lose this process, which has to end
                 raise
             (code,) = error.args
-    run = RunPaths(storage_path(expand(chosen.runs, "runs")) / chosen.name)
+    run = RunPaths(chosen.folder)
     _, evaluation, _ = last_entries(run.metrics)
     metrics = {name: value for name, value in evaluation.items() if name != "step"}
     return TrainingResult(run.path, run.recorded_checkpoint() or 0, code == 0, metrics)

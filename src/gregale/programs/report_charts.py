@@ -19,7 +19,7 @@ from gregale.formatting import format_precise_duration, format_quantity
 from gregale.methods.schedule import Schedule
 from gregale.runs.history import LARGEST, Column, History, spikes_kept
 from gregale.storage.jsonl import HIGHEST_STEP, Entry
-from gregale.tracking.metrics import POSITION_LOSS, metric_of
+from gregale.tracking.metrics import CHARTS, LEFT_OUT, OF_A_PART, OF_A_START, POSITION_LOSS, Chart, metric_of
 from gregale.web.document import Axis, Lines, Row, Run, Series, Span, Spans, colour_of
 
 MAX_KNOTS = 1000
@@ -86,7 +86,6 @@ def report_runs(histories: Sequence[History]) -> list[ReportRun]:
 
 
 def axes_of(runs: Sequence[ReportRun]) -> list[Axis]:
-    """Return the steps axis, and the other axes that a run has."""
     return [axis for axis in AXES if axis.key == "steps" or any(axis.key in run.axes for run in runs)]
 
 
@@ -141,66 +140,6 @@ MAX_BINS = 1000  # of a line; a chart is rarely wider in pixels
 BINS_IN_ALL = 2500  # of one metric over all runs
 MIN_BINS = 40
 DOTS = 200  # a line with fewer points shows dots
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A chart of metrics."""
-
-    group: str
-    title: str
-    names: str  # a pattern that matches the full metric names
-    unit: str | None = None  # unit of y; None: from the name's suffix
-    help: str = ""
-    alone: bool = False  # with several runs, each metric has its own chart
-    stairs: bool = False
-
-
-KINDS = (
-    Kind("Loss", "Loss", r"loss|eval_loss", "", "Nats per token; eval_loss is on held-out text.", alone=True),
-    Kind("Loss", "Bits per byte, held out", r"bits_per_byte", "", "Per byte of text, for any tokenizer."),
-    Kind("Loss", "Held-out loss by source", r"eval_loss\..+", ""),
-    Kind("Loss", "Bits per byte by source", r"bits_per_byte\..+", ""),
-    Kind("Loss", "Held-out loss by tag", r"eval_loss_(tag\..+|macro|micro)", "", "macro: mean of the tags."),
-    Kind("Loss", "Bits per byte by tag", r"bits_per_byte_tag\..+", ""),
-    Kind("Loss", "Held-out loss by length of the sequences", r"eval_loss_length\..+", ""),
-    Kind("Loss", "Loss of each replica", r"loss_\d+", ""),
-    Kind("Loss", "Between the best and the worst replica", r"loss_spread", ""),
-    Kind("Tasks", "Answered right", r"acc\..+", "share"),
-    Kind("Tasks", "Answered right, by log-likelihoods a character", r"acc_norm\..+", "share"),
-    Kind("Tasks", "Standard errors of answered right", r"acc(_norm)?_stderr\..+", "share"),
-    Kind("Tasks", "Perplexity of the answers", r"perplexity\..+", ""),
-    Kind("Tasks", "Standard errors of the perplexity", r"perplexity_stderr\..+", ""),
-    Kind("Optimisation", "Gradient norm", r"grad_norm", ""),
-    Kind("Optimisation", "Learning rate", r"learning_rate", ""),
-    Kind("Optimisation", "Norm of the pseudo-gradient", r"outer_grad_norm", ""),
-    Kind("Optimisation", "Agreement of the replicas", r"outer_grad_cosine", ""),
-    Kind("Optimisation", "Skipped steps", r"skipped", "", stairs=True),
-    Kind("Optimisation", "Lost to quantisation", r"quantisation_error", ""),
-    Kind("Optimisation", "Kept by error feedback", r"feedback_norm", ""),
-    Kind("Layers", "Norm of the parameters", r"parameter_norm(/.+)?", ""),
-    Kind("Layers", "Norm of the gradients", r"grad_norm/.+", ""),
-    Kind("Layers", "Update / weight", r"update_ratio(/.+)?", "", "Norms, of an inspected step."),
-    Kind("Layers", "Largest logit of attention", r"attention_logit_max(/.+)?", ""),
-    Kind("Layers", "Largest load of an expert over the mean", r"expert_load_max(/.+)?", ""),
-    Kind("Layers", "Smallest load of an expert over the mean", r"expert_load_min(/.+)?", ""),
-    Kind("Layers", "Entropy of the experts' loads", r"expert_load_entropy(/.+)?", "", "1: equal loads."),
-    Kind("Optimisation", "Imbalance of the experts", r"expert_imbalance", "", "1: equal loads."),
-    Kind("Speed", "Tokens a second", r"tokens_per_second", ""),
-    Kind("Speed", "Model FLOPs utilisation", r"mfu", "share"),
-    Kind("Speed", "Time of a step", r"step_seconds", "seconds"),
-    Kind("Speed", "Goodput", r"goodput", "share"),
-    Kind("Speed", "Time outside steps", r".*_seconds", "seconds", "Total since the run began."),
-    Kind("Speed", "Memory", r".*memory.*", "bytes"),
-    Kind("Network", "Sent over the slow link by a device", r"replica_bytes", "bytes"),
-    Kind("Network", "Sent and received by an island", r"network_bytes_(sent|received)", "bytes"),
-    Kind("Network", "Members of the fleet", r"members", "", "In the newest round at each step.", stairs=True),
-    Kind("Network", "Rounds", r"round", "", stairs=True),
-)
-LEFT_OUT = {"tokens", "elapsed_seconds", "steps_since_sync"}  # axes, and the metric that the schedule chart shows
-OF_A_PART = "/"  # in the names of metrics of a layer or an array
-OF_A_START = r".*_seconds|network_bytes_.*"  # counts that restart at 0 with each start
-SHARES = ("_share", "_fraction", "_ratio")
 TITLES = {"loss": "Training loss", "eval_loss": "Held-out loss"}
 
 
@@ -217,15 +156,15 @@ def groups_of(runs: Sequence[ReportRun]) -> Iterator[tuple[str, list[Lines]]]:
     if positions := [name for name in left if name.startswith(POSITION_LOSS)]:
         found["Loss"] = [_by_position(positions, runs)]
         left = [name for name in left if name not in positions]
-    for kind in KINDS:
-        names = [name for name in left if re.fullmatch(kind.names, name)]
+    for chart in CHARTS:
+        names = [name for name in left if re.fullmatch(chart.names, name)]
         left = [name for name in left if name not in names]
-        split = kind.alone and len(runs) > 1
+        split = chart.alone and len(runs) > 1
         for some in [[name] for name in names] if split else [names] if names else []:
-            titled = replace(kind, title=TITLES.get(some[0], some[0])) if split else kind
-            found.setdefault(kind.group, []).append(_chart(titled, some, runs))
+            titled = replace(chart, title=TITLES.get(some[0], some[0])) if split else chart
+            found.setdefault(chart.group, []).append(_chart(titled, some, runs))
     for name in left:
-        found.setdefault("More", []).append(_chart(Kind("More", name, name), [name], runs))
+        found.setdefault("More", []).append(_chart(Chart("More", name, name), [name], runs))
     yield from found.items()
 
 
@@ -263,7 +202,7 @@ def bins_for(runs: int) -> int:
     return max(MIN_BINS, min(MAX_BINS, BINS_IN_ALL // runs))
 
 
-def _chart(kind: Kind, names: Sequence[str], runs: Sequence[ReportRun]) -> Lines:
+def _chart(chart: Chart, names: Sequence[str], runs: Sequence[ReportRun]) -> Lines:
     series = []
     for run in runs:
         for index, name in enumerate(names):
@@ -282,13 +221,13 @@ def _chart(kind: Kind, names: Sequence[str], runs: Sequence[ReportRun]) -> Lines
                     bins_for(len(runs) * len(names)),
                     colour=colour_of(index if len(runs) == 1 else run.place),
                     dashed=len(runs) > 1 and index > 0,
-                    dots=len(column.steps) < DOTS and not kind.stairs,
-                    stairs=kind.stairs,
+                    dots=len(column.steps) < DOTS and not chart.stairs,
+                    stairs=chart.stairs,
                 )
             )
-    unit = _unit(names[0]) if kind.unit is None else kind.unit
+    unit = chart.unit_of(names[0])
     key = quote(f"figures-{names[0]}", errors="surrogatepass")  # quoted, so that HTML keeps any name
-    return Lines(key, kind.title, series, unit, help=kind.help or _meaning(names))
+    return Lines(key, chart.title, series, unit, help=chart.help or _meaning(names))
 
 
 def _by_position(names: Sequence[str], runs: Sequence[ReportRun]) -> Lines:
@@ -311,14 +250,6 @@ def _meaning(names: Sequence[str]) -> str:
         return ""
     words = metric.meaning.replace("`", "")
     return f"{words[:1].upper()}{words[1:]}."
-
-
-def _unit(name: str) -> str:
-    if name.endswith("_seconds"):
-        return "seconds"
-    if "bytes" in name and "per_byte" not in name:
-        return "bytes"
-    return "share" if name.endswith(SHARES) else ""
 
 
 def _means(column: Column, bins: int) -> tuple[np.ndarray, np.ndarray]:

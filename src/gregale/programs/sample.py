@@ -14,7 +14,7 @@ from typing import Any, TextIO, cast
 from gregale.axes.layout import BATCH, MeshConfig
 from gregale.data.sources.base import expand
 from gregale.data.tokenizers import counter_of_names, load_tokenizer, taken_as_text
-from gregale.distributed.signals import ended_by_signals
+from gregale.distributed.signals import stop_on_signals
 from gregale.errors import UserError
 from gregale.huggingface.folder import CONFIG, read_json
 from gregale.inference.generate import BLOCK, Prompt, Sampling, multiple_of
@@ -235,7 +235,7 @@ def main(options: SampleOptions) -> int:
         return sample_requests(options, chat.form, requests, lambda each: chat.ids(each.given, each.source), context)
 
 
-@ended_by_signals()
+@stop_on_signals()
 def sample_requests(
     options: SampleOptions,
     form: TextFormat,

@@ -29,7 +29,7 @@ from gregale.storage import ObjectPath, StoreError
 from gregale.storage.jsonl import read_entries
 from gregale.streams import ResilientStream, printable
 from gregale.terminal import Console
-from gregale.tracking.metrics import EVALUATION, in_unit, metric_of
+from gregale.tracking.metrics import CURVES, EVALUATION, METRICS, in_unit, metric_of
 
 Entry = Mapping[str, Any]
 
@@ -167,12 +167,6 @@ ASCII = "_.-=+*#@"  # for terminals that cannot write these
 GAP = " "
 LONG = 20  # bars
 SHOWN = 95  # percent of the bars of a long line
-CURVES = (
-    *("loss", "eval_loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu"),
-    *("loss_spread", "outer_grad_cosine", "goodput", "members", "update_ratio", "attention_logit_max"),
-)
-SPENT = {"data_seconds": "data", "evaluation_seconds": "evaluation", "saving_seconds": "saving"}
-SPENT_ELSE = {"inspection_seconds": "inspection", "waiting_seconds": "network", "healing_seconds": "healing"}
 COLOURS = {State.RUNNING: "green", State.COMPLETE: "cyan", State.STOPPED: "yellow", State.DAMAGED: "red"}
 LINES_BESIDE = 8  # lines of a view besides its curves
 SILENT = 10  # durations of a step without new data, after which the view reports a stall
@@ -240,14 +234,15 @@ def facts(snapshot: RunStatus) -> list[str]:
     """Return lines about time by phase, memory, bytes sent and devices."""
     lines = []
     if elapsed := snapshot.last("elapsed_seconds"):
-        spent = {word: seconds for name, word in SPENT.items() if (seconds := snapshot.last(name)) is not None}
-        spent |= {word: seconds for name, word in SPENT_ELSE.items() if (seconds := snapshot.last(name))}
+        timed = [(each, snapshot.last(each.name)) for each in METRICS if each.label and each.unit == "s"]
+        # Of what only some runs have, 0 is not worth a word.
+        spent = {each.label: found for each, found in timed if found or (found is not None and not each.where)}
         steps = max(elapsed - sum(spent.values()), 0.0)
         shares = ", ".join(f"{word} {seconds / elapsed:.0%}" for word, seconds in {"steps": steps, **spent}.items())
         lines.append(f"{format_duration(elapsed)} since it was started: {shares}")
     sent = snapshot.summary.bytes_sent
-    used = {"host": "host_memory_bytes", "device": "device_memory_bytes", "at most": "device_memory_peak_bytes"}
-    memory = [f"{word} {decimal(int(size))}" for word, name in used.items() if (size := snapshot.last(name))]
+    used = ((each.label, snapshot.last(each.name)) for each in METRICS if each.label and each.unit == "bytes")
+    memory = [f"{word} {decimal(int(size))}" for word, size in used if size]
     memory += [f"sent over the slow link {decimal(int(sent))}"] if sent else []
     lines += [f"memory: {', '.join(memory)}"] if memory else []
     if snapshot.starts:

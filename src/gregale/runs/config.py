@@ -4,12 +4,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from gregale.axes.layout import Layout, MeshConfig
-from gregale.axes.mapping import MappingConfig
+from gregale.axes.layout import Layout, MappingConfig, MeshConfig
 from gregale.checkpoint.manifest import CheckpointConfig, ExportConfig
 from gregale.codecs.codec import ReduceConfig
 from gregale.communication.pipeline import PipelineConfig
 from gregale.data.config import DataConfig
+from gregale.data.sources.base import expand
 from gregale.distributed.config import AUTO, DistributedConfig
 from gregale.errors import KeyedError, UserError, below
 from gregale.methods.config import PsdpConfig, SyncConfig
@@ -22,7 +22,7 @@ from gregale.runs.rules import check
 from gregale.runs.sections import REGISTERED, Section, with_sections
 from gregale.runs.stages import Stage, number_after, stages_of
 from gregale.settings import Fixed, Settings, at_least, check_name, check_path, setting, shown, whole
-from gregale.storage import is_url, storage_path
+from gregale.storage import StoragePath, is_url, storage_path
 from gregale.tracking.callback import CallbackConfig
 from gregale.tracking.trackers import TrackerConfig, check_each_once
 
@@ -32,10 +32,7 @@ class BatchConfig(Settings):
     """The batch of one step."""
 
     size: int = setting(
-        64,
-        "number of sequences in a step, over all replicas",
-        range=whole(1, 1_000_000),
-        aliases=("batch_size", "bs"),
+        64, "number of sequences in a step, over all replicas", range=whole(1, 1_000_000), aliases=("batch_size", "bs")
     )
     sequence_length: int = setting(
         1024,
@@ -135,10 +132,7 @@ class TrainConfig(Settings):
     cpu_devices: int | None = setting(None, "simulate this many CPU devices", range=whole(1, 4096))
     compilation_cache: str | None = setting(AUTO, "compiled programs; auto: ~/.cache/gregale; null: none")
     log_every: int = setting(
-        1,
-        "number of steps between lines of metrics.jsonl",
-        range=whole(1),
-        aliases=("logging_steps", "log_steps"),
+        1, "number of steps between lines of metrics.jsonl", range=whole(1), aliases=("logging_steps", "log_steps")
     )
     skip_spikes: SpikesConfig | None = setting(
         None, "steps far above the last ones that change nothing; null: none", by_topic=True
@@ -205,8 +199,12 @@ class TrainConfig(Settings):
         _ = self.each_stage  # rejects invalid ones
 
     @property
+    def folder(self) -> StoragePath:
+        """The run's directory."""
+        return storage_path(expand(self.runs, "runs")) / self.name
+
+    @property
     def sections(self) -> dict[str, Section]:
-        """The registered sections by key."""
         return {key: vars(self)[key] for key in REGISTERED}
 
     @property

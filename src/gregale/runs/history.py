@@ -41,55 +41,33 @@ from gregale.storage.jsonl import HIGHEST_STEP, Entry, damage, entry_of, read_en
 FLEET, COORDINATOR = ".islands", "lighthouse"  # of a fleet: the ending of its folder, and the name of one of its logs
 
 
+class File:
+    """A file or a folder of a run."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __get__(self, run: "RunPaths", _: type | None = None) -> StoragePath:
+        return run.path / self._name
+
+
 @dataclass(frozen=True)
 class RunPaths:
     path: StoragePath
-
-    @property
-    def config(self) -> StoragePath:
-        return self.path / "config.yaml"
-
-    @property
-    def checkpoints(self) -> StoragePath:
-        return self.path / "checkpoints"
-
-    @property
-    def huggingface(self) -> StoragePath:
-        """The files of an imported model, or those of the imported model from which the run started."""
-        return self.path / "huggingface"
+    config = File("config.yaml")
+    checkpoints = File("checkpoints")
+    huggingface = File("huggingface")  # of an imported model, or of the imported one from which the run started
+    samples = File("samples.txt")
+    metrics = File("metrics.jsonl")
+    changes = File("changes.jsonl")  # a line for each resume with a changed configuration
+    starts = File("starts.jsonl")  # a line for each start or resume, with devices and compiler options
+    stalled = File("island.stalled")  # an island's message while no round is committed; empty or absent otherwise
+    newest_checkpoint = File("newest_checkpoint.json")  # its step, and the reason of a callback that ended the run
 
     @property
     def is_imported(self) -> bool:
         """Whether `gregale import` created the directory, which then has a model and no checkpoints."""
         return isinstance(folder := self.huggingface, Path) and any(folder.glob("*.safetensors"))
-
-    @property
-    def samples(self) -> StoragePath:
-        return self.path / "samples.txt"
-
-    @property
-    def metrics(self) -> StoragePath:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def changes(self) -> StoragePath:
-        """A file with one line for each resume with a changed configuration."""
-        return self.path / "changes.jsonl"
-
-    @property
-    def starts(self) -> StoragePath:
-        """A file with one line for each start or resume, with devices and compiler options."""
-        return self.path / "starts.jsonl"
-
-    @property
-    def stalled(self) -> StoragePath:
-        """The message of an island while no round is committed; empty or absent otherwise."""
-        return self.path / "island.stalled"
-
-    @property
-    def newest_checkpoint(self) -> StoragePath:
-        """A file with the step of the newest checkpoint, and the reason of a callback that ended the run there."""
-        return self.path / "newest_checkpoint.json"
 
     def stop_reason(self, step: int | None) -> str | None:
         """Return the reason of the callback that ended the run after this step; None if none did."""

@@ -4,13 +4,11 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
-from gregale.axes.layout import BATCH, EMBED, REPLICA, Layout
-from gregale.axes.mapping import MAPPINGS
+from gregale.axes.layout import BATCH, EMBED, MAPPINGS, REPLICA, Layout
 from gregale.communication.reduce import further_splits, rows_per_part
 from gregale.data.config import SOURCES, VALIDATION
 from gregale.errors import Mistakes, multiples_near
-from gregale.settings import Settings
-from gregale.settings.rules import CONFIGURATION, LAYOUT, TRAINING, Rule
+from gregale.settings import CONFIGURATION, LAYOUT, TRAINING, Rule, Settings
 from gregale.storage import is_url
 
 Found = dict[str, Any] | None  # names and arithmetic of a rule that is broken

@@ -135,8 +135,8 @@ class RunDirectory(RunPaths):
             )
         if (saved := self.saved_config()) is None:
             return
-        fixed = [change for change in changes(saved, self._at(config, self.newest_step() or 0)) if change.fixed]
-        if fixed:
+        now = self._at(config, self.newest_step() or 0)
+        if fixed := [change for change in changes(saved, now) if change.fixed]:
             found = "; ".join(f"{change} ({change.fixed.why})" for change in fixed if change.fixed)
             raise UserError(
                 f"{self.path} holds a run that cannot go on with this configuration: {found}. To go on with it, "

@@ -101,7 +101,6 @@ class Section(Settings):
 
 @cache
 def section_classes() -> dict[str, type[Section]]:
-    """Return the class of each registered section, by its key."""
     return {key: getattr(import_module(each.module), each.name) for key, each in REGISTERED.items()}
 
 

@@ -33,7 +33,6 @@ class LeaseRecord(LockHolder):
 
     @staticmethod
     def parse(content: bytes) -> "LeaseRecord | None":
-        """Parse a lease; return None if the content is no lease."""
         try:
             fields = json.loads(content)
             if "beat" in fields:  # a claim of an earlier version

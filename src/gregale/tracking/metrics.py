@@ -23,6 +23,7 @@ class Metric:
 
     - `when`: the lines that contain it: logged steps, evaluations, or the steps of `inspect.every`
     - `where`: the runs that have it; empty: all runs
+    - `label`: its word in the lines about time and memory of `gregale watch`; empty: it is in neither
     """
 
     name: str
@@ -30,6 +31,7 @@ class Metric:
     meaning: str
     when: str = STEP
     where: str = ""
+    label: str = ""
 
 
 _REPLICAS = "replicas apart"
@@ -56,21 +58,32 @@ METRICS = (
     Metric("mfu", "share of 1", "model FLOPs utilisation: what goes into the model of the chips' peak", where="chips"),
     Metric("step_seconds", "s", "a step, over the last 20 at most; pauses do not count"),
     Metric("elapsed_seconds", "s", _OF_START),
-    Metric("data_seconds", "s", f"waited for batches {_OF_START}"),
-    Metric("evaluation_seconds", "s", f"spent on evaluations and samples {_OF_START}"),
-    Metric("saving_seconds", "s", f"stood still for checkpoints {_OF_START}; they are written in the background"),
-    Metric("inspection_seconds", "s", f"spent on inspections {_OF_START}", where="`inspect.every`"),
+    Metric("data_seconds", "s", f"waited for batches {_OF_START}", label="data"),
+    Metric("evaluation_seconds", "s", f"spent on evaluations and samples {_OF_START}", label="evaluation"),
+    Metric(
+        "saving_seconds",
+        "s",
+        f"stood still for checkpoints {_OF_START}; they are written in the background",
+        label="saving",
+    ),
+    Metric("inspection_seconds", "s", f"spent on inspections {_OF_START}", where="`inspect.every`", label="inspection"),
     Metric("profile_seconds", "s", f"spent on traces {_OF_START}", where="`--profile`"),
     Metric("callback_seconds", "s", f"in which callbacks stopped the loop {_OF_START}", where="`callbacks`"),
-    Metric("host_memory_bytes", "bytes", "of process 0 in its host's memory"),
-    Metric("device_memory_bytes", "bytes", "in use, of the device of process 0 that has most", where="GPU, TPU"),
-    Metric("device_memory_peak_bytes", "bytes", "the maximum in use on that device", where="GPU, TPU"),
+    Metric("host_memory_bytes", "bytes", "of process 0 in its host's memory", label="host"),
+    Metric(
+        "device_memory_bytes",
+        "bytes",
+        "in use, of the device of process 0 that has most",
+        where="GPU, TPU",
+        label="device",
+    ),
+    Metric("device_memory_peak_bytes", "bytes", "the maximum in use on that device", where="GPU, TPU", label="at most"),
     Metric("replica_bytes", "bytes", "a device has sent over `replica` since the run began"),
     Metric("steps_since_sync", "steps", "since a fragment was last sent", where=_REPLICAS),
     Metric("round", "", "the fleet's newest that this island knows of", where=_ISLANDS),
     Metric("members", "islands", "in that round", where=_ISLANDS),
-    Metric("waiting_seconds", "s", f"waited for the network {_OF_START}", where=_ISLANDS),
-    Metric("healing_seconds", "s", f"spent on healing {_OF_START}", where=_ISLANDS),
+    Metric("waiting_seconds", "s", f"waited for the network {_OF_START}", where=_ISLANDS, label="network"),
+    Metric("healing_seconds", "s", f"spent on healing {_OF_START}", where=_ISLANDS, label="healing"),
     Metric("network_bytes_sent", "bytes", f"over the network {_OF_START}", where=_ISLANDS),
     Metric("network_bytes_received", "bytes", f"over the network {_OF_START}", where=_ISLANDS),
     Metric("goodput", "share of 1", "of the time since the first step that was not waited or healed", where=_ISLANDS),
@@ -122,3 +135,77 @@ def in_unit(name: str, value: float | None) -> str:
     """Format a metric's value in its unit; return "" for None."""
     metric = metric_of(name)
     return "" if value is None else format_quantity(value, "" if metric is None else metric.unit)
+
+
+SHARES = ("_share", "_fraction", "_ratio")
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart of metrics in reports."""
+
+    group: str
+    title: str
+    names: str  # a pattern that matches the full metric names
+    unit: str | None = None  # unit of y; None: from the name's suffix
+    help: str = ""
+    alone: bool = False  # with several runs, each metric has its own chart
+    stairs: bool = False
+
+    def unit_of(self, name: str) -> str:
+        if self.unit is not None or name.endswith("_seconds"):
+            return "seconds" if self.unit is None else self.unit
+        if "bytes" in name and "per_byte" not in name:
+            return "bytes"
+        return "share" if name.endswith(SHARES) else ""
+
+
+CHARTS = (
+    Chart("Loss", "Loss", r"loss|eval_loss", "", "Nats per token; eval_loss is on held-out text.", alone=True),
+    Chart("Loss", "Bits per byte, held out", r"bits_per_byte", "", "Per byte of text, for any tokenizer."),
+    Chart("Loss", "Held-out loss by source", r"eval_loss\..+", ""),
+    Chart("Loss", "Bits per byte by source", r"bits_per_byte\..+", ""),
+    Chart("Loss", "Held-out loss by tag", r"eval_loss_(tag\..+|macro|micro)", "", "macro: mean of the tags."),
+    Chart("Loss", "Bits per byte by tag", r"bits_per_byte_tag\..+", ""),
+    Chart("Loss", "Held-out loss by length of the sequences", r"eval_loss_length\..+", ""),
+    Chart("Loss", "Loss of each replica", r"loss_\d+", ""),
+    Chart("Loss", "Between the best and the worst replica", r"loss_spread", ""),
+    Chart("Tasks", "Answered right", r"acc\..+", "share"),
+    Chart("Tasks", "Answered right, by log-likelihoods a character", r"acc_norm\..+", "share"),
+    Chart("Tasks", "Standard errors of answered right", r"acc(_norm)?_stderr\..+", "share"),
+    Chart("Tasks", "Perplexity of the answers", r"perplexity\..+", ""),
+    Chart("Tasks", "Standard errors of the perplexity", r"perplexity_stderr\..+", ""),
+    Chart("Optimisation", "Gradient norm", r"grad_norm", ""),
+    Chart("Optimisation", "Learning rate", r"learning_rate", ""),
+    Chart("Optimisation", "Norm of the pseudo-gradient", r"outer_grad_norm", ""),
+    Chart("Optimisation", "Agreement of the replicas", r"outer_grad_cosine", ""),
+    Chart("Optimisation", "Skipped steps", r"skipped", "", stairs=True),
+    Chart("Optimisation", "Lost to quantisation", r"quantisation_error", ""),
+    Chart("Optimisation", "Kept by error feedback", r"feedback_norm", ""),
+    Chart("Layers", "Norm of the parameters", r"parameter_norm(/.+)?", ""),
+    Chart("Layers", "Norm of the gradients", r"grad_norm/.+", ""),
+    Chart("Layers", "Update / weight", r"update_ratio(/.+)?", "", "Norms, of an inspected step."),
+    Chart("Layers", "Largest logit of attention", r"attention_logit_max(/.+)?", ""),
+    Chart("Layers", "Largest load of an expert over the mean", r"expert_load_max(/.+)?", ""),
+    Chart("Layers", "Smallest load of an expert over the mean", r"expert_load_min(/.+)?", ""),
+    Chart("Layers", "Entropy of the experts' loads", r"expert_load_entropy(/.+)?", "", "1: equal loads."),
+    Chart("Optimisation", "Imbalance of the experts", r"expert_imbalance", "", "1: equal loads."),
+    Chart("Speed", "Tokens a second", r"tokens_per_second", ""),
+    Chart("Speed", "Model FLOPs utilisation", r"mfu", "share"),
+    Chart("Speed", "Time of a step", r"step_seconds", "seconds"),
+    Chart("Speed", "Goodput", r"goodput", "share"),
+    Chart("Speed", "Time outside steps", r".*_seconds", "seconds", "Total since the run began."),
+    Chart("Speed", "Memory", r".*memory.*", "bytes"),
+    Chart("Network", "Sent over the slow link by a device", r"replica_bytes", "bytes"),
+    Chart("Network", "Sent and received by an island", r"network_bytes_(sent|received)", "bytes"),
+    Chart("Network", "Members of the fleet", r"members", "", "In the newest round at each step.", stairs=True),
+    Chart("Network", "Rounds", r"round", "", stairs=True),
+)
+LEFT_OUT = {"tokens", "elapsed_seconds", "steps_since_sync"}  # axes, and the metric that the schedule chart shows
+OF_A_PART = "/"  # in the names of metrics of a layer or an array
+OF_A_START = r".*_seconds|network_bytes_.*"  # counts that restart at 0 with each start
+# The curves of `gregale watch`, the most important first; those of evaluations follow.
+CURVES = (
+    *("loss", "eval_loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu"),
+    *("loss_spread", "outer_grad_cosine", "goodput", "members", "update_ratio", "attention_logit_max"),
+)

@@ -145,11 +145,7 @@ _ASYNC_GATHERS = (
 )
 # Overlap the sum of a layer's gradients with the backward pass of the layer below: pipeline the loop by one layer.
 _PIPELINED_SUMS = "xla_tpu_enable_ici_ar_pipelining"
-_ASYNC_SUMS = (
-    "xla_enable_async_all_reduce",
-    "xla_tpu_enable_async_collective_fusion_fuse_all_reduce",
-    _PIPELINED_SUMS,
-)
+_ASYNC_SUMS = ("xla_enable_async_all_reduce", "xla_tpu_enable_async_collective_fusion_fuse_all_reduce", _PIPELINED_SUMS)
 # Bytes up to which sums are merged. The compiler's own merges all gradients of attention into one that it waits for.
 _MERGED_SUMS = "xla_jf_crs_combiner_threshold_in_bytes"
 # KiB of vector memory for one operation: with twice the compiler's default (16 MiB, on v6e 32 MiB) products use larger

@@ -13,13 +13,7 @@ from gregale.data.config import DataConfig
 from gregale.data.examples import PackedRows, Packing, Windows
 from gregale.data.mixtures import MixtureStage
 from gregale.data.preparation import prepare
-from gregale.data.sources import (
-    ChatCsvSource,
-    ChatHuggingFaceSource,
-    ChatParquetSource,
-    ChatSource,
-    JsonLinesSource,
-)
+from gregale.data.sources import ChatCsvSource, ChatHuggingFaceSource, ChatParquetSource, ChatSource, JsonLinesSource
 from gregale.data.tokenizers import BpeConfig, BytesTokenizer, from_json
 from gregale.errors import KeyedError, UserError
 from gregale.evaluation.bigram import bigram_bits_per_byte

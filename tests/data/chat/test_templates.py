@@ -322,10 +322,7 @@ def test_the_loss_is_not_on_an_end_of_document_that_no_template_wrote():
 )
 def test_a_template_that_cannot_be_used_ends_in_one_line(template, said):
     limits = Limits(seconds=1, characters=100_000, bytes=1 << 30)
-    with (
-        pytest.raises((UserError, NotRendered)) as raised,
-        ChatEncoder(tokenizer_with(template), limits) as chat,
-    ):
+    with pytest.raises((UserError, NotRendered)) as raised, ChatEncoder(tokenizer_with(template), limits) as chat:
         chat.encode(conversation(turns("a", "b", "c", "d")))
     assert said in str(raised.value)
     assert "here" in str(raised.value) or "its first line" in str(raised.value)

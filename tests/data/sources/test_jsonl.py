@@ -30,8 +30,7 @@ def two_frames(data):
     [("a.jsonl", bytes), ("a.gz", gzip.compress), ("a.zst", zstandard.compress), ("b.zst", two_frames)],
 )
 @pytest.mark.parametrize(
-    "data",
-    [LINES.rstrip(b"\n"), LINES.replace(b"\n", b"\n\n"), b"\xef\xbb\xbf" + LINES, b"\xef\xbb\xbf\n" + LINES],
+    "data", [LINES.rstrip(b"\n"), LINES.replace(b"\n", b"\n\n"), b"\xef\xbb\xbf" + LINES, b"\xef\xbb\xbf\n" + LINES]
 )
 def test_plain_and_compressed_files_read_alike(tmp_path, contents, name, pack, data):
     assert contents(source_of(tmp_path, pack(data), name)) == TEXTS

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from gregale.axes.gather import gathered
+from gregale.axes.gather import all_gather_weights
 from gregale.model.kernels.quantised import FORMATS, INT8, Quantised, in_eight_bits, quantised_mlp, quantised_product
 from gregale.model.kernels.tpu import products
 from gregale.model.kernels.tpu.kernels import SWIGLU
@@ -131,7 +131,7 @@ def test_devices_gather_the_8_bit_numbers_of_a_weight():
     x, weight, gradient = operands(*QUERY)
 
     def product(x, weight):
-        exact = gathered(weight, layout, jnp.dtype(jnp.float32))
+        exact = all_gather_weights(weight, layout, jnp.dtype(jnp.float32))
         return quantised_product(how, x, in_eight_bits(how, exact, weight, ["embed"]))
 
     def all_three(x, weight, gradient):

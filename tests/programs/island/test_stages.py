@@ -13,7 +13,7 @@ from gregale.islands.method import Island
 from gregale.islands.outer import HostOuter
 from gregale.islands.run import compile_programs, moved
 from gregale.islands.state import stage_rounds
-from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.build import set_up
 from gregale.programs.runtime.setup import Setup
 from gregale.programs.train.stages import PreparedStage
 from gregale.runs.config import TrainConfig

@@ -535,7 +535,6 @@ def text_ranges(path: str, size: int, step: int) -> list[SourceRange]:
 
 
 def check_encoding(path: str, head: bytes) -> None:
-    """Raise `BadDocument` for a text that begins as UTF-16 or UTF-32."""
     if found := first_match(OTHER_ENCODINGS, head):
         raise BadDocument(f"{path}: its text is {found}, not UTF-8. Convert it: iconv -f {found} -t UTF-8 OLD > NEW.")
 

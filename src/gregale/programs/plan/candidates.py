@@ -21,11 +21,11 @@ from gregale.model.execution import TO_HOST, execution
 from gregale.programs.plan.devices import Target
 from gregale.programs.plan.estimates import parameter_use, tree_bytes
 from gregale.programs.plan.step import step_work
-from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.build import set_up
 from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import TrainConfig
 from gregale.runs.rules import check
-from gregale.settings.rules import LAYOUT
+from gregale.settings import LAYOUT
 
 MESH_AXES = ("stage", "context", "data", "model")  # inside a replica
 MICROBATCHES, UNROLL = "batch.microbatches", "compute.unroll"

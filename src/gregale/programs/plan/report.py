@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from gregale.axes.layout import EXPERTS
-from gregale.axes.mapping import mapping_rows
+from gregale.axes.layout import EXPERTS, mapping_rows
 from gregale.axes.parameters import layer_order, parameter_count, trainable
 from gregale.cost.chips import GBIT
 from gregale.cost.overlap import CALIBRATION, Schedule
@@ -18,7 +17,7 @@ from gregale.model.execution import execution
 from gregale.programs.plan.devices import Target
 from gregale.programs.plan.estimates import base_note, devices_of_a_replica, optimizer_note, tree_bytes, weights_of
 from gregale.programs.plan.step import MEMORY, STEP, Plan, Program
-from gregale.programs.runtime.expert_parallelism import choice_of, in_places
+from gregale.programs.runtime.build import choice_of, in_places
 from gregale.programs.runtime.setup import Setup, parameter_groups
 from gregale.runs.sections import JoiningCosts, section_classes
 from gregale.timeline import GRID_GBIT_PER_SECOND, Cadence, Ring, Workload, needed_bandwidths, run_method

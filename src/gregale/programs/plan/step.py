@@ -41,13 +41,13 @@ from gregale.formatting import listed
 from gregale.methods.traffic import SYNCHRONISE
 from gregale.programs.plan.devices import Target, for_accelerators
 from gregale.programs.plan.estimates import FAR_AXES, parameter_use, tree_bytes
-from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.build import set_up
 from gregale.programs.runtime.model_flops import ModelFlops, model_flops
 from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import dump
 from gregale.runs.rules import check
-from gregale.settings.rules import TRAINING
+from gregale.settings import TRAINING
 from gregale.training.state import abstract_state
 
 # Suffixes of the files that the TPU compiler writes with `DUMPED`, in this order; then it generates code.

@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import Any
 
-from gregale.axes.mapping import MAPPINGS
+from gregale.axes.layout import MAPPINGS
 from gregale.cost.collectives import BETWEEN
 from gregale.formatting import listed
 from gregale.programs.plan.step import STEP

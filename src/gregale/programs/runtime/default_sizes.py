@@ -9,13 +9,17 @@ from dataclasses import fields, replace
 from math import lcm
 from typing import Any
 
+import jax
+
 from gregale.axes.layout import Device, make_mesh
+from gregale.data.tokenizers import fewest_tokens
 from gregale.errors import UserError, below
 from gregale.model.llama import LlamaConfig, ModelConfig
-from gregale.programs.runtime.expert_parallelism import set_up
-from gregale.programs.runtime.run_layout import rows_multiple
+from gregale.programs.runtime.build import set_up
+from gregale.programs.runtime.setup import rows_multiple
 from gregale.programs.runtime.trained_model import find_origin
 from gregale.runs.config import BatchConfig, TrainConfig
+from gregale.runs.run_directory import RunDirectory
 from gregale.runs.stages import changes
 from gregale.settings import Settings
 from gregale.settings.decoding import TYPE
@@ -27,34 +31,47 @@ SMALL: Mapping[str, Any] = {
 }
 WIDTHS = {"hidden", "heads", "mlp"}
 ALL_WIDTHS = WIDTHS | {"kv_heads", "head_size"}  # each has to suit the others
+OF_ORIGIN = "The configuration leaves out keys of `model`, which are those of {}: {}."
 USUAL = {each.name: each.default for each in fields(TrainConfig)}  # a configuration without a section has this object
 
 
-def with_origin_model(config: TrainConfig) -> tuple[TrainConfig, str | None]:
-    """Return a configuration with the keys that its `model` leaves out as those of `start_from`, as `with_model_of`.
+def with_what_is_left_out(
+    config: TrainConfig, continued: RunDirectory | None, origin: RunDirectory | None
+) -> tuple[TrainConfig, Sequence[str | None]]:
+    """Return a configuration with what it leaves out of `model` and `batch`, and notes of that.
 
-    Without `model.parametrisation`, which is of rates alone. Raises `UserError` if there is no such run.
+    - `continued`: the run whose model and sizes stay, because its checkpoint goes on; None: the run is a new one
+    - `origin`: of `start_from`, if the run is a new one
     """
-    origin = find_origin(config)
-    theirs = origin.config_at().model
-    return with_model_of(config, replace(theirs, **dict.fromkeys(theirs.keys_of_rates)), origin.path)
+    begun, source = None if continued is None else continued.read_config(), continued or origin
+    given, devices = config, jax.devices()[: config.cpu_devices]
+    if config.start_from is not None and source is not None:
+        config = with_model_of(config, source.config_at().model if begun is None else begun.model, begun is None)
+    sized, note = with_default_sizes(config, devices, lambda each: fewest_tokens(each.data.tokenizer), begun)
+    keys = "; ".join(map(str, changes(given, config)))
+    return sized, (OF_ORIGIN.format(source.path, keys) if keys and source is not None else None, note)
 
 
-def with_model_of(config: TrainConfig, theirs: ModelConfig, origin: object) -> tuple[TrainConfig, str | None]:
-    """Return a configuration with the keys of another model that its `model` leaves out, and a note of them.
+def with_origin_model(config: TrainConfig) -> tuple[TrainConfig, str | None]:
+    """Return `with_model_of` the run or imported model of `start_from`, and a note; raise `UserError` without one."""
+    origin = find_origin(config.start_from)
+    found = with_model_of(config, origin.config_at().model, is_new=True)
+    keys = "; ".join(map(str, changes(config, found)))
+    return found, OF_ORIGIN.format(origin.path, keys) if keys else None
+
+
+def with_model_of(config: TrainConfig, theirs: ModelConfig, is_new: bool) -> TrainConfig:
+    """Return a configuration with the keys of another model that its `model` leaves out.
 
     A model of another `type` keeps its own defaults.
 
-    - `origin`: the run directory of the other model, for the note
+    - `is_new`: whether the run has rates of its own, without those of `model.parametrisation`
     """
+    theirs = replace(theirs, **dict.fromkeys(theirs.keys_of_rates)) if is_new else theirs
     with below(MODEL):
-        model = replace(theirs) if config.model is USUAL[MODEL] else completed(config.model, theirs)
-    found = replace(config, model=model)
-    keys = "; ".join(map(str, changes(config, found)))
-    return (
-        found,
-        f"The configuration leaves out keys of `model`, which are those of {origin}: {keys}." if keys else None,
-    )
+        return replace(
+            config, model=replace(theirs) if config.model is USUAL[MODEL] else completed(config.model, theirs)
+        )
 
 
 def completed(given: Any, base: Any) -> Any:

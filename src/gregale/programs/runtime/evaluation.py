@@ -43,9 +43,8 @@ from gregale.evaluation.tasks import (
 )
 from gregale.inference.generate import Sampling, check_scored, scores
 from gregale.programs.runtime.batches import BatchSharding, GlobalBatches
-from gregale.programs.runtime.initial_model import NEXT_TOKEN, checked_loss
 from gregale.programs.runtime.sampler import MAX_BATCH, Sampler, TextFormat, beside_training, chat_prompts
-from gregale.programs.runtime.setup import Setup
+from gregale.programs.runtime.setup import NEXT_TOKEN, Setup, checked_loss
 from gregale.runs.config import TrainConfig
 from gregale.runs.run_directory import RunDirectory
 from gregale.tracking.metrics import POSITION_LOSS

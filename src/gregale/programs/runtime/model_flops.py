@@ -17,13 +17,11 @@ import haliax as hax
 import jax
 from haliax import Axis
 
-from gregale.axes.layout import BATCH, POSITION, make_mesh
-from gregale.axes.mapping import MappingConfig
+from gregale.axes.layout import BATCH, POSITION, MappingConfig, make_mesh
 from gregale.axes.parameters import buffers_of, trainable
 from gregale.cost.work import work_of
 from gregale.programs.runtime.batches import abstract_batch
-from gregale.programs.runtime.run_layout import checked_layout
-from gregale.programs.runtime.setup import Setup, psdp_on
+from gregale.programs.runtime.setup import Setup, checked_layout, psdp_on
 
 
 class ModelFlops(NamedTuple):

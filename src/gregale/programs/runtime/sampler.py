@@ -19,8 +19,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from gregale.axes.layout import BATCH, POSITION, Layout, MeshConfig, make_mesh, named_arrays
-from gregale.axes.mapping import standard_layout
+from gregale.axes.layout import BATCH, POSITION, Layout, MeshConfig, make_mesh, named_arrays, standard_layout
 from gregale.data.chat.conversation import ALL, Conversation
 from gregale.data.chat.renderer import ChatEncoder, NotRendered
 from gregale.data.sources.base import expand, read_bytes

@@ -5,40 +5,58 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from math import lcm
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from equinox import is_array
 from haliax import Axis, NamedArray
 from jax.sharding import Mesh
 
-from gregale.axes.layout import BATCH, POSITION, Device, Layout
-from gregale.axes.parameters import buffers_of, layer_order, parameter_count, with_arrays
+from gregale.axes.layout import (
+    BATCH,
+    POSITION,
+    Device,
+    Layout,
+    check_arrays,
+    check_divides,
+    check_mapping,
+    is_named,
+    make_mesh,
+    mapped_layout,
+    with_rank,
+)
+from gregale.axes.parameters import (
+    buffers_of,
+    is_buffer,
+    is_parameter,
+    is_quantised,
+    layer_order,
+    parameter_count,
+    position_order,
+    trainable,
+    with_arrays,
+)
 from gregale.communication.pipeline import Schedule, pipelined_execution
 from gregale.errors import UserError, plugin_errors
-from gregale.methods.config import MethodContext, Methods
+from gregale.methods.config import MethodContext
 from gregale.methods.method import Method
 from gregale.methods.psdp import Psdp, identity
-from gregale.model.config import CompilerOptions, ModelMethods
+from gregale.model.adapters import adapted, hashed, quantised
+from gregale.model.config import DTYPES, CompilerOptions, ModelConfig, ModelMethods
 from gregale.model.execution import Execution, execution, layers_apart
+from gregale.model.losses import Losses, losses_of
+from gregale.objectives import NextTokenConfig, ObjectiveConfig, Passes
 from gregale.optim.config import ParameterRule
 from gregale.programs.runtime.batches import abstract_batch
-from gregale.programs.runtime.initial_model import (
-    base_model,
-    built,
-    callback_metrics,
-    checked_loss,
-    dropping,
-    initial_model,
-    reference,
-    stored_base,
-    updated_buffers,
-    with_adapters,
-)
-from gregale.programs.runtime.run_layout import check_axes, checked_layout
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import code_digests
-from gregale.tracking.callback import Callback
+from gregale.runs.rules import check
+from gregale.settings import LAYOUT
+from gregale.tracking.callback import Callback, CallbackConfig, own_metrics
+from gregale.tracking.metrics import metric_of
 from gregale.training.compiler import check_compiler_options, compiler_options
 from gregale.training.state import Stepper, TrainState, abstract_state, initial_state, new_spikes, state_shardings
 
@@ -56,6 +74,7 @@ class Setup:
     model: object  # the abstract model, which allocates no arrays
     psdp: Psdp  # the method of the warm-up; a conversion between two methods' states goes through its state
     method: Method  # the synchronisation method
+    method_context: MethodContext  # from which the configuration builds it, and methods for comparison
     callbacks: tuple[Callback, ...] = ()  # of the configuration; the step computes their metrics
 
     @property
@@ -71,11 +90,6 @@ class Setup:
     def tokens(self) -> int:
         """Return a vocabulary size that `set_up` pads to this setup's."""
         return self.config.model.vocabulary or self.Vocab.size
-
-    @property
-    def method_context(self) -> MethodContext:
-        """Return the context from which this configuration builds its method and methods for comparison."""
-        return method_context_of(self.config, self.model, self.layout, self.callbacks)
 
     def method_after(self, step: int) -> Method:
         return self.psdp if step < self.config.sync.warm_up() else self.method
@@ -111,7 +125,7 @@ class Setup:
 
     @cached_property
     def stored_base(self) -> Any:
-        """Return the abstract model without adapters as devices hold it, see `initial_model.stored_base`."""
+        """Return the abstract model without adapters as devices hold it, see `stored_base`."""
         return jax.eval_shape(partial(stored_base, self.config, self.Vocab), jax.random.key(0))
 
     @cached_property
@@ -132,10 +146,9 @@ class Setup:
     @cached_property
     def compiler_options(self) -> CompilerOptions | None:
         """Return the options of all compilations; raise `UserError` for options that the compiler rejects."""
-        given, mesh = self.config.compute.compiler_options, self.layout.mesh
-        options = compiler_options(given, mesh, self.config.model.experts is not None)
-        if given and options:
-            check_compiler_options(options, mesh)
+        options = self.method_context.compiler_options
+        if self.config.compute.compiler_options and options:
+            check_compiler_options(options, self.layout.mesh)
         return options
 
     @cached_property
@@ -213,8 +226,8 @@ def padded_vocabulary(config: TrainConfig, tokens: int) -> Axis:
     return Axis("vocab", -(-(wanted or tokens) // multiple) * multiple)
 
 
-def placed(config: TrainConfig, tokens: int, mesh: Mesh) -> Setup:
-    """Return the setup of a configuration that says where experts lie, see `expert_parallelism.set_up`."""
+def placed(config: TrainConfig, tokens: int, mesh: Mesh | None) -> Setup:
+    """Return the setup of a configuration that says where experts lie, see `build.set_up`."""
     Vocab = padded_vocabulary(config, tokens)
     layout = checked_layout(config, mesh, Vocab)
     kind = config.model.get_choice_name(type(config.model))
@@ -227,23 +240,20 @@ def placed(config: TrainConfig, tokens: int, mesh: Mesh) -> Setup:
         raise UserError(
             f"model.type {kind}: {type(model).__name__} has a buffer, and no `update_buffers(statistics, weight)`."
         )
-    check_axes(config, layout, model)
+    # The axes of Gregale's own models are checked by their keys, see `checked_layout`.
+    leaves = jax.tree.leaves(model, is_leaf=lambda leaf: is_named(leaf) or is_quantised(leaf))
+    weights = [leaf for leaf in leaves if is_named(leaf) or is_quantised(leaf)]
+    own = type(config.model).__module__.startswith("gregale.")
+    for weight in filter(is_quantised, weights):
+        weight.check_blocks(layout)
+    check_arrays(config.mapping, layout, [weight.axes for weight in weights], divides=own)
     check_parameters(model)
     callbacks = tuple(built(each) for each in config.callbacks)
-    methods = methods_of(config, method_context_of(config, model, layout, callbacks))
-    return Setup(config, layout, Vocab, model, methods.psdp, methods.chosen, callbacks)
-
-
-def methods_of(config: TrainConfig, parts: MethodContext) -> Methods:
-    """Return the methods of a run: those of `sync` on the mesh, or those of the section that joins it with others."""
-    return config.fleet.build(config.sync, parts)
-
-
-def method_context_of(config: TrainConfig, model, layout: Layout, callbacks: Sequence[Callback]) -> MethodContext:
-    """Return the context from which the configuration builds its methods."""
     options = compiler_options(config.compute.compiler_options, layout.mesh, config.model.experts is not None)
     psdp = partial(psdp_on, config, model, callbacks)
-    return MethodContext(layout, psdp, config.reduce, config.steps, config.seed, options)
+    context = MethodContext(layout, psdp, config.reduce, config.steps, config.seed, options)
+    methods = config.fleet.build(config.sync, context)
+    return Setup(config, layout, Vocab, model, methods.psdp, methods.chosen, context, callbacks)
 
 
 def check_parameters(model) -> None:
@@ -318,3 +328,157 @@ def parameter_groups(setup: Setup) -> list[dict[str, Any]]:
         {**rule._asdict(), "parameters": list(dict.fromkeys(shown[name] for name in rules if rules[name] == rule))}
         for rule in dict.fromkeys(rules.values())
     ]
+
+
+# The layout, with the checks of mesh and mappings against model, batch and pipeline.
+
+
+def checked_layout(config: TrainConfig, mesh: Mesh | None, Vocab: Axis) -> Layout:
+    """Return the layout of a run; raise `UserError` for sizes that the mesh does not divide, before any compilation."""
+    layout = mapped_layout(make_mesh(config.mesh) if mesh is None else mesh, config.mapping)
+    if config.adapter is not None:
+        layout = with_rank(layout, config.adapter.rank)
+    check_mapping(config.mapping, layout)
+    batch = config.batch
+    check_divides(
+        layout,
+        {
+            "batch.size": ("the sequences of a step", Axis(BATCH, batch.size)),
+            **config.model.split_axes(),
+            "model.vocabulary": (
+                "the vocabulary, which model.row_multiple (of type llama, gemma and gpt_oss, as in an import's "
+                "config.yaml) fills up,",
+                Vocab,
+            ),
+        },
+    )
+    check(config, layout, LAYOUT)
+    return layout
+
+
+def rows_multiple(config: TrainConfig, mesh: Mesh) -> int:
+    """Return the number of which `batch.size` has to be a multiple, see `checked_layout`; raise `UserError`."""
+    layout, columns = mapped_layout(mesh, config.mapping), 1
+    if config.pipeline is not None:
+        columns = config.pipeline.schedule(mesh.shape["stage"]).columns
+    parts = layout.devices((BATCH,), layout.compute) * config.batch.microbatches
+    return parts * lcm(config.objective.rows_together, columns)
+
+
+# The model before the first step, its adapters, and checked calls of the methods of models and callbacks.
+
+
+NEXT_TOKEN = NextTokenConfig()
+
+
+def checked_loss(
+    config: ModelConfig, model, batch, run: Execution, objective: ObjectiveConfig = NEXT_TOKEN, frozen: Any = None
+) -> Losses:
+    """Return the loss of a model; raise `UserError` if a plugin's model or objective does not return scalars.
+
+    - `frozen`: as in `Passes`
+    """
+    what, owner = f"model.type {config.get_choice_name(type(config))}: {type(model).__name__}.loss", type(model)
+    if not objective.is_models_own:
+        owner = type(objective)
+        what = f"objective.type {objective.get_choice_name(owner)}: {owner.__name__}.loss"
+    with plugin_errors(what, owner):
+        found = objective.loss(Passes(model, batch, run, config.logit_rows, frozen))
+    pair = isinstance(found, tuple) and [jnp.shape(each) for each in found[:2] if is_array(each)] == [(), ()]
+    if not pair or not (isinstance(found, Losses) or len(found) == 2):
+        raise UserError(
+            f"{what} has to return two scalar arrays, the sum of losses and the sum of weights "
+            "(`hax.sum(...).scalar()`), or `gregale.model.losses.Losses` of them."
+        )
+    losses = losses_of(found)
+    if twice := losses.auxiliary.keys() & losses.metrics.keys():
+        raise UserError(f"{what}: auxiliary and metrics both have {min(twice)!r}; rename one of them.")
+    for name, value in losses.named.items():
+        if metric_of(name) is not None:
+            raise UserError(f"{what}: {name!r} is the name of another metric; choose another.")
+        if jnp.shape(value) != ():
+            raise UserError(f"{what}: {name!r} has the shape {jnp.shape(value)}; it has to be a scalar, a sum.")
+    return losses
+
+
+def updated_buffers(config: ModelConfig, model, statistics: dict[str, NamedArray], weight: jax.Array):
+    """Return a model with new buffers; raise `UserError` if a plugin's model does not return arrays as before."""
+    what = f"model.type {config.get_choice_name(type(config))}: {type(model).__name__}.update_buffers"
+    with plugin_errors(what, type(model)):
+        updated = model.update_buffers(statistics, weight)
+    before, after = (jax.eval_shape(buffers_of, each) for each in (model, updated))
+    if before != after:
+        raise UserError(f"{what} has to return the model with buffers of the axes and dtypes that they had.")
+    return updated
+
+
+def callback_metrics(callbacks: Sequence[Callback], model, batch, run: Execution) -> dict[str, jax.Array]:
+    """Return the metrics of callbacks as float32 scalars; raise `UserError` for a name that two of them give."""
+    found: dict[str, jax.Array] = {}
+    for callback in callbacks:
+        for name, value in own_metrics(callback, "metrics", model, batch, run).items():
+            if name in found:
+                raise UserError(f"callbacks: two callbacks give the metric {name!r}; rename one of them.")
+            found[name] = jnp.asarray(value, jnp.float32)
+    return found
+
+
+def built(config: CallbackConfig) -> Callback:
+    """Return the callback of a configuration; raise `UserError` if a plugin's `build` fails."""
+    what = f"callbacks: {type(config).__name__}.build"
+    with plugin_errors(what, type(config)):
+        callback = config.build()
+    if not isinstance(callback, Callback):
+        raise UserError(f"{what} returns {type(callback).__name__}; it has to return a Callback.")
+    return callback
+
+
+def base_model(config: TrainConfig, Vocab: Axis, key: jax.Array) -> Any:
+    """Return the model without adapters; beside adapters its weights are in the compute dtype."""
+    model, dtype = config.model.init(Vocab, key), DTYPES[config.compute.dtype]
+    if config.adapter is None:
+        return model
+
+    def cast(leaf):
+        return leaf.astype(dtype) if is_parameter(leaf.array if is_named(leaf) else leaf) else leaf
+
+    return jax.tree.map(cast, model, is_leaf=lambda leaf: is_named(leaf) or is_buffer(leaf))
+
+
+def stored_base(config: TrainConfig, Vocab: Axis, key: jax.Array) -> Any:
+    """Return the model without adapters in the form in which devices hold it, by `adapter.base`."""
+    model = base_model(config, Vocab, key)
+    return model if config.adapter is None else quantised(model, config.adapter.base)
+
+
+def initial_model(config: TrainConfig, Vocab: Axis, key: jax.Array) -> Any:
+    """Return the model before the first step; beside adapters its own weights are marked as frozen."""
+    model = stored_base(config, Vocab, key)
+    return model if config.adapter is None else with_adapters(config, model, key)
+
+
+def with_adapters(config: TrainConfig, model: Any, key: jax.Array) -> Any:
+    """Return a model with new adapters, and with marks on its own weights."""
+    assert config.adapter is not None
+    return adapted(model, config.adapter, jax.random.fold_in(key, 1))
+
+
+def reference(config: TrainConfig, model: Any) -> Any:
+    """Return the abstract parameters of the objective's frozen copy of a model; None: it needs none."""
+    if config.adapter is not None or not config.objective.needs_reference:
+        return None
+    dtype = DTYPES[config.compute.dtype]
+    return jax.eval_shape(lambda own: jax.tree.map(lambda leaf: leaf.astype(dtype), own), trainable(model))
+
+
+def dropping(config: TrainConfig, run: Execution, batch) -> Execution:
+    """Return the execution of training on a batch; a row's tokens determine what adapters drop of it.
+
+    So a resume repeats it, and other rows beside it, microbatches, stages or replicas, do not change it.
+    """
+    if config.adapter is None or config.adapter.dropout == 0:
+        return run
+    tokens, seed = batch["tokens"].rearrange((BATCH, ...)).array, jax.random.key(config.seed)
+    order = position_order(tokens.shape[1], run.layout.context)
+    keys = jax.vmap(lambda row: jax.random.fold_in(seed, hashed(row, order)))(tokens)
+    return replace(run, dropout_keys=NamedArray(keys, (BATCH,)))

@@ -18,15 +18,14 @@ import draccus
 import jax
 from haliax import NamedArray
 
-from gregale.axes.layout import BATCH, Layout, MeshConfig, is_named, make_mesh
-from gregale.axes.mapping import MappingConfig, mapped_layout
+from gregale.axes.layout import BATCH, Layout, MappingConfig, MeshConfig, is_named, make_mesh, mapped_layout
 from gregale.axes.parameters import QuantisedWeight, buffers_of, is_quantised, trainable, with_arrays
 from gregale.checkpoint.manifest import MANIFEST, folder_name, measured
 from gregale.checkpoint.multihost import by_first_process, messages_of_all
 from gregale.checkpoint.store import Checkpoints
 from gregale.data.build import MASKS
 from gregale.data.config import DataConfig
-from gregale.data.mixtures import Mixtures, MixtureStage, with_mixture
+from gregale.data.mixtures import MixtureHistory, MixtureStage, with_mixture
 from gregale.data.preparation import Corpus
 from gregale.data.sources.base import expand
 from gregale.data.tokenizers import SAVED_NAME, load_tokenizer
@@ -43,9 +42,9 @@ from gregale.inference.generate import multiple_of
 from gregale.methods.method import Method
 from gregale.model.adapters import factor_paths, merged_weight
 from gregale.model.config import AdapterConfig
-from gregale.model.llama import LlamaConfig
+from gregale.model.llama import LlamaConfig, ModelConfig
 from gregale.objectives import NextTokenConfig
-from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.build import set_up
 from gregale.programs.runtime.setup import Setup
 from gregale.runs import history
 from gregale.runs.config import EvaluationConfig, TrainConfig
@@ -116,7 +115,7 @@ def newer_masks(metadata: Mapping[str, Any], corpus: Corpus) -> str:
     )
 
 
-def mixtures_of(metadata: dict, config: TrainConfig) -> Mixtures:
+def mixtures_of(metadata: dict, config: TrainConfig) -> MixtureHistory:
     """Return the mixtures of a run up to a checkpoint.
 
     - `config`: of the checkpoint; an earlier version wrote no mixtures, and its runs have one
@@ -224,9 +223,9 @@ def find_run(name: str) -> RunDirectory:
     return run
 
 
-def find_origin(config: TrainConfig) -> RunDirectory:
+def find_origin(name: str | None) -> RunDirectory:
     """Return the run, or the imported model, of `start_from`; raise `UserError` if there is none."""
-    name = str(config.start_from)
+    name = str(name)
     if os.path.isfile(os.path.join(name, CONFIG)):
         raise UserError(
             f"start_from: {name} is a folder of the hub. `gregale import {name} NAME` makes a model to start from "
@@ -413,14 +412,13 @@ class FrozenSource:
         return {"origin": str(self.origin.path), "step": self.step, "digest": self.digest}
 
     @staticmethod
-    def of(config: TrainConfig, record: Mapping[str, Any] | None = None) -> "FrozenSource":
-        """Return the base of a configuration; all processes make this call.
+    def of(name: str | None, record: Mapping[str, Any] | None = None) -> "FrozenSource":
+        """Return the base of a run by its `start_from`; all processes make this call.
 
         - `record`: the entry of a checkpoint that needs the same weights; None: the newest checkpoint of the origin
 
         Raises `UserError` if there is no such model, or if it has changed.
         """
-        name = config.start_from
         assert name is not None
         text = by_first_process(lambda: json.dumps(_origin(name, record)), "")
         found = json.loads(messages_of_all(text)[0])
@@ -442,7 +440,7 @@ class FrozenSource:
                 "one before the first step, and the run began with another objective. Start another run, with this one "
                 "as its start_from."
             )
-        return FrozenSource.of(setup.config, recorded(metadata, "base"))
+        return FrozenSource.of(setup.config.start_from, recorded(metadata, "base"))
 
     @contextmanager
     def opened(self, setup: Setup) -> Iterator[LazyModel]:
@@ -554,18 +552,18 @@ def _adapters_of_run(setup: Setup, config: AdapterConfig, name: str, base: Froze
 def family_of(setup: Setup, run: RunDirectory) -> Family:
     """Return the family of a run's model: that of the imported model at its beginning, if there is one."""
     saved = read_json(run.huggingface / CONFIG) if (run.huggingface / CONFIG).is_file() else {}
-    return family_that_has(decoder_of(setup.config), saved)
+    return family_that_has(decoder_of(setup.config.model), saved)
 
 
-def decoder_of(config: TrainConfig) -> LlamaConfig:
-    """Return the model's configuration; raise `UserError` if it is none that transformers has."""
-    if not isinstance(config.model, LlamaConfig):
-        kind = config.model.get_choice_name(type(config.model))
+def decoder_of(model: ModelConfig) -> LlamaConfig:
+    """Return a model's configuration; raise `UserError` if it is none that transformers has."""
+    if not isinstance(model, LlamaConfig):
+        kind = model.get_choice_name(type(model))
         raise UserError(
             f"model.type is {kind}, a model of your own: other programs have no such model, so nothing could load the "
             "folder. `gregale export` writes models of type llama, gemma and gpt_oss."
         )
-    return config.model
+    return model
 
 
 def base_name(base: FrozenSource, given: str | None) -> str:

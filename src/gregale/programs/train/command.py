@@ -10,22 +10,20 @@ from functools import partial
 
 import jax
 
-from gregale.checkpoint.manifest import committed_steps
 from gregale.checkpoint.multihost import agreed, by_first_process, first_message
 from gregale.checkpoint.store import Checkpoints
 from gregale.data.preparation import Corpus
-from gregale.data.sources.base import expand
-from gregale.data.tokenizers import fewest_tokens, save_tokenizer
+from gregale.data.tokenizers import save_tokenizer
 from gregale.distributed.devices import start_devices
 from gregale.distributed.liveness import Phase, Progress, monitor_peers
-from gregale.distributed.signals import SIGNALS, StopRequest, ended_by_signals
+from gregale.distributed.signals import SIGNALS, StopRequest, stop_on_signals
 from gregale.errors import UserError
 from gregale.programs.command import Command
 from gregale.programs.plan.estimates import optimizer_note
-from gregale.programs.runtime.default_sizes import with_default_sizes, with_model_of, with_origin_model
+from gregale.programs.runtime.default_sizes import with_what_is_left_out
 from gregale.programs.runtime.setup import Setup
 from gregale.programs.runtime.trained_model import find_origin
-from gregale.programs.train.exports import Exports, check_exports
+from gregale.programs.train.exports import Exports
 from gregale.programs.train.loop import HELP, Evaluation, Loop, MeshSteps, Saving, Steps, on_checkpoint, summary
 from gregale.programs.train.resume import Branch, Start, branch_of, keep_what_came_with, origin_of, starting_point
 from gregale.programs.train.stages import PreparedStage, check_stages, describe, prepare_stages
@@ -37,7 +35,6 @@ from gregale.runs.run_lock import hold_run_lock
 from gregale.runs.sections import REGISTERED
 from gregale.runs.stages import Change, changes, number_after
 from gregale.settings import Settings, setting, whole
-from gregale.storage import storage_path
 from gregale.tracking.callback import RunInfo
 from gregale.tracking.profile import Profile, Window
 from gregale.tracking.trackers import Console, open_trackers
@@ -66,9 +63,8 @@ def main(options: TrainOptions, config: TrainConfig) -> int:
     several processes, each process ends if another is lost.
     """
     config.fleet.check_alone()
-    window = None if options.profile is None else Window.parse(options.profile, config.steps)
-    with prepared(config, options.fresh, options.stage) as run:
-        return train(run, window)
+    with prepared(config, options.fresh, options.stage, options.profile) as run:
+        return train(run)
 
 
 @dataclass(frozen=True)
@@ -79,6 +75,7 @@ class PreparedRun:
     - `progress`: records the current phase, for hang detection
     - `stop`: the requests of signals to end the run
     - `branch`: the beginning of a run that has no checkpoint yet; None: its first step, or `start_from` alone
+    - `window`: the steps to trace
     """
 
     config: TrainConfig  # with all stages
@@ -92,6 +89,7 @@ class PreparedRun:
     progress: Progress
     stop: StopRequest
     branch: Branch | None = None
+    window: Window | None = None
 
     @property
     def stage(self) -> PreparedStage:
@@ -204,23 +202,27 @@ class PreparedRun:
 
 
 @contextmanager
-def prepared(config: TrainConfig, fresh: bool, stage: int | None = None) -> Iterator[PreparedRun]:
+def prepared(
+    config: TrainConfig, fresh: bool, stage: int | None = None, profile: str | None = None
+) -> Iterator[PreparedRun]:
     """Check the configuration, start the devices, prepare the data and take the run's lock, for the block.
 
     - `stage`: the number of the stage at which the run begins, see `branch_of`
+    - `profile`: the steps to trace
     """
+    window = None if profile is None else Window.parse(profile, config.steps)
     watch = start_devices(config.cpu_devices, config.distributed, process_terms(config))
     keep_compiled(config.compilation_cache)
-    run = RunDirectory(storage_path(expand(config.runs, "runs")) / config.name)
-    with monitor_peers(watch, run.resume_hint) as progress, ended_by_signals(SIGNALS) as stop, ExitStack() as stack:
-        config, left_out = with_what_is_left_out(config, run, fresh, stage)
+    run = RunDirectory(config.folder)
+    with monitor_peers(watch, run.resume_hint) as progress, stop_on_signals(SIGNALS) as stop, ExitStack() as stack:
+        goes_on = not fresh and run.saved_config() is not None
+        origin = None if goes_on or config.start_from is None else find_origin(config.start_from)
+        continued = run if goes_on else None if stage is None else origin
+        config, left_out = with_what_is_left_out(config, continued, origin)
         if not fresh:
             run.check_compatible(config)
-        branch = branch_of(config, stage, run, fresh)
-        if config.start_from is not None and branch is None and (fresh or not committed_steps(run.checkpoints)):
-            origin_of(config)  # rejects a model that does not fit
-        for setup in (fitting := check_stages(config)):
-            check_exports(setup)
+        branch = branch_of(config, stage, run, fresh, origin)
+        fitting = check_stages(config)
         file = None if is_writer() else stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
         shown = dict.fromkeys(name for setup in fitting for name in setup.method.shown)
         console = stack.enter_context(Console(file, tuple(shown)))
@@ -243,28 +245,8 @@ def prepared(config: TrainConfig, fresh: bool, stage: int | None = None) -> Iter
             console.message(note)
         checkpoints = open_checkpoints(begun.setup)
         yield PreparedRun(
-            config, stages, number, run, checkpoints, open_checkpoints, exports, console, progress, stop, branch
+            config, stages, number, run, checkpoints, open_checkpoints, exports, console, progress, stop, branch, window
         )
-
-
-def with_what_is_left_out(
-    config: TrainConfig, run: RunDirectory, fresh: bool, stage: int | None
-) -> tuple[TrainConfig, Sequence[str | None]]:
-    """Return a configuration with what it leaves out of `model` and `batch`, and notes, see `default_sizes`.
-
-    A run that goes on, also from the checkpoint of another one, keeps its model and sizes.
-    """
-    begun, place, model = None, run.path, None
-    if not fresh and run.saved_config() is not None:
-        begun = run.read_config()
-    elif stage is not None and config.start_from is not None:
-        origin = find_origin(config)
-        begun, place = origin.read_config(), origin.path
-    if config.start_from is not None:
-        config, model = with_origin_model(config) if begun is None else with_model_of(config, begun.model, place)
-    devices = jax.devices()[: config.cpu_devices]
-    config, sizes = with_default_sizes(config, devices, lambda each: fewest_tokens(each.data.tokenizer), begun)
-    return config, (model, sizes)
 
 
 def take_lock(stack: ExitStack, run: RunDirectory, fresh: bool, report: Callable[[str], None]) -> Callable[[], None]:
@@ -290,11 +272,8 @@ def is_writer() -> bool:
     return jax.process_index() == 0
 
 
-def train(run: PreparedRun, window: Window | None) -> int:
-    """Train from the newest valid checkpoint, or from the beginning, to the end or until a signal.
-
-    - `window`: the steps to trace
-    """
+def train(run: PreparedRun) -> int:
+    """Train from the newest valid checkpoint, or from the beginning, to the end or until a signal."""
     run, start, changed = run.starting_point()
     if run.is_ended(start, changed) or is_complete(run, start):
         return 0
@@ -305,9 +284,9 @@ def train(run: PreparedRun, window: Window | None) -> int:
         console.message(f"{begins} after step {step} of {run.config.steps}{stage}.")
     if changed:
         console.message(f"Changed since step {step}: {'; '.join(map(str, changed))}.")
-    if window is not None and window.last <= step:
-        console.message(f"Nothing is traced: the steps {window} of --profile were done before.")
-    with closing(Profile(window, run.directory.path / "profiles", console.message)) as profile:
+    if run.window is not None and run.window.last <= step:
+        console.message(f"Nothing is traced: the steps {run.window} of --profile were done before.")
+    with closing(Profile(run.window, run.directory.path / "profiles", console.message)) as profile:
         while (code := train_stage(run, start, changed, profile)) is None:
             run, start, changed = run.starting_point()
             among = f"Stage {run.number + 1} of {len(run.stages)}"

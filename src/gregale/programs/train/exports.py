@@ -11,20 +11,11 @@ from typing import Self
 from gregale.atomic_files import os_error_text, remove
 from gregale.checkpoint.manifest import CheckpointConfig, ExportConfig, folder_name, step_of, superfluous
 from gregale.checkpoint.multihost import first_message
-from gregale.huggingface.config import exported_family
-from gregale.programs.runtime.setup import Setup
-from gregale.programs.runtime.trained_model import decoder_of
 from gregale.runs.run_directory import RunDirectory
 
 EXPORTS = "exports"  # in the run's directory
 COMMAND = (sys.executable, "-m", "gregale", "export")
 SECONDS = 60.0  # between two exchanges of processes that wait for an export
-
-
-def check_exports(setup: Setup) -> None:
-    """Raise `UserError` if a run is to export a model that transformers does not have."""
-    if setup.config.export.every is not None:
-        exported_family(setup.base, decoder_of(setup.config), setup.Vocab, {})
 
 
 class Exports:

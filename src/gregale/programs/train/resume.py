@@ -10,14 +10,15 @@ import jax
 
 from gregale.checkpoint.manifest import committed_steps
 from gregale.checkpoint.store import Checkpoints, Restored
-from gregale.data.mixtures import Mixtures, sources_of, with_mixture
+from gregale.data.mixtures import MixtureHistory, sources_of, with_mixture
 from gregale.data.preparation import Corpus
 from gregale.data.tokenizers import Tokenizer, load_tokenizer
 from gregale.errors import UserError
 from gregale.huggingface.folder import copy_beside
 from gregale.methods.method import Method
+from gregale.model.llama import ModelConfig
 from gregale.programs.plan.estimates import tree_bytes
-from gregale.programs.runtime.expert_parallelism import set_up
+from gregale.programs.runtime.build import set_up
 from gregale.programs.runtime.memory import check_fits
 from gregale.programs.runtime.setup import Setup
 from gregale.programs.runtime.trained_model import (
@@ -25,7 +26,6 @@ from gregale.programs.runtime.trained_model import (
     checkpoint_template,
     continued,
     find_origin,
-    find_run,
     holds_more,
     mixtures_of,
     newer_masks,
@@ -51,7 +51,7 @@ class Start(NamedTuple):
     step: int  # steps done
     replica_bytes: int  # bytes that a device has sent over `replica` in those steps
     examples: int  # examples of those steps
-    mixtures: Mixtures = ()  # of the sources, so far and from this point on
+    mixtures: MixtureHistory = ()  # of the sources, so far and from this point on
     base: FrozenSource | None = None  # the origin of frozen weights, for the checkpoints
     unfinished: bool = False  # a stop has left out callbacks of the last step, see `Steps.unfinished`
 
@@ -77,7 +77,7 @@ def starting_point(
         if setup.config.start_from is None:
             return Start(setup.initial_state(), 0, 0, 0, mixtures)
         if setup.frozen is not None:
-            base = FrozenSource.of(setup.config)
+            base = FrozenSource.of(setup.config.start_from)
         return Start(started_state(setup, corpus.tokenizer, base), 0, 0, 0, mixtures, base)
     saved = setup
     if before is not None and (before.sync, before.reduce) != (setup.config.sync, setup.config.reduce):
@@ -102,7 +102,7 @@ def starting_point(
     return Start(state, step, sent, examples, with_mixture(mixtures, examples, *mixture), base, unfinished)
 
 
-def check_text(restored: Restored, mixtures: Mixtures, corpus: Corpus) -> None:
+def check_text(restored: Restored, mixtures: MixtureHistory, corpus: Corpus) -> None:
     """Raise `UserError` if the sources of a checkpoint are absent, or have other text."""
     absent = [name for name in sources_of(mixtures) if name not in corpus.train_rows]
     if absent:
@@ -149,20 +149,23 @@ def _moved(setup: Setup, method: Method, change, state: TrainState) -> TrainStat
 
 
 def origin_of(config: TrainConfig) -> RunDirectory:
-    """Return the run, or the imported model, that a configuration starts from.
+    """Return the run, or the imported model, that a configuration starts from, see `check_origin`."""
+    origin = find_origin(config.start_from)
+    check_origin(origin, config.model)
+    return origin
 
-    Raises `UserError` if there is none, or if its model has another shape.
-    """
-    origin = find_origin(config)
+
+def check_origin(origin: RunDirectory, model: ModelConfig) -> None:
+    """Raise `UserError` if the model of `start_from` has another shape."""
     theirs = origin.config_at()
     if theirs.sync.evaluates_replicas:
         raise UserError(
             f"start_from: {origin.path} evaluates its replicas, each with parameters of its own, so that it has no one "
             "model to start from."
         )
-    found = [change for change in changes(theirs.model, config.model, "model") if change.fixed]
+    found = [change for change in changes(theirs.model, model, "model") if change.fixed]
     found = [change for change in found if not change.key.startswith(f"model.{PARAMETRISATION}")]  # of rates alone
-    if config.model.rotary_scaling is not None:  # A longer context is trained on the same shape.
+    if model.rotary_scaling is not None:  # A longer context is trained on the same shape.
         found = [change for change in found if not change.key.startswith(f"model.{ROTARY_SCALING}")]
     if origin.is_imported:  # The reader pads its rows.
         found = [change for change in found if change.key != "model.row_multiple"]
@@ -171,7 +174,6 @@ def origin_of(config: TrainConfig) -> RunDirectory:
             f"start_from: the model of {origin.path} is of another shape: {'; '.join(map(str, found))}. Take the part "
             f"`model` of {origin.config}."
         )
-    return origin
 
 
 def started_state(setup: Setup, tokenizer: Tokenizer, base: FrozenSource | None = None) -> TrainState:
@@ -194,7 +196,7 @@ def started_state(setup: Setup, tokenizer: Tokenizer, base: FrozenSource | None 
     if base is not None:
         return setup.state_from(weights_of(base, setup, setup.stored_base), continued(setup, base))
     if theirs.adapter is not None:
-        return setup.state_from(weights_of(FrozenSource.of(config), setup, setup.stored_base))
+        return setup.state_from(weights_of(FrozenSource.of(config.start_from), setup, setup.stored_base))
     here = on_this_mesh(theirs, config)
     model, _, _ = restored_model(origin, set_up(here, tokenizer.vocabulary_size, setup.layout.mesh), None)
     return setup.state_from(model)
@@ -225,28 +227,35 @@ class Branch:
         return checkpoints, self.step, self.origin.config_at(self.step)
 
 
-def branch_of(config: TrainConfig, stage: int | None, run: RunDirectory, fresh: bool) -> Branch | None:
+def branch_of(
+    config: TrainConfig, stage: int | None, run: RunDirectory, fresh: bool, origin: RunDirectory | None
+) -> Branch | None:
     """Return the beginning of a run at a stage, counted from 1; None for a run that has a checkpoint, or no `--stage`.
 
     Raises `UserError` if the run began in another way, or if `start_from` has no checkpoint with which it can begin.
     """
     first = {} if fresh else next(iter(read_entries(run.starts).entries), {})
     began, is_saved = first.get(BRANCH), not fresh and run.newest_step() is not None
-    if stage is None:
+    step = None if stage is None else _first_step(config, stage)
+    if stage is None or step is None:
         if began is not None and not is_saved:
             raise UserError(
                 f"{run.path} began at stage {first.get('stage')} and has no checkpoint yet. Give --stage "
                 f"{first.get('stage')} again, or --fresh to begin at step 0."
             )
+        if origin is not None:
+            check_origin(origin, config.model)
         return None
-    step = _first_step(config, stage)
     record = {"start_from": config.start_from, "step": step}
     if first and began != record:
         raise UserError(
             f"--stage: {run.path} is a run that did not begin after step {step:,} of {config.start_from}. Give the new "
             "run another `name`, or --fresh, which sets the old run aside. Without --stage the old run goes on."
         )
-    return None if is_saved else Branch(_origin(config, run, stage, step), step, {BRANCH: record})
+    if is_saved or origin is None:
+        return None
+    check_branch(origin, config, run, stage, step)
+    return Branch(origin, step, {BRANCH: record})
 
 
 def _first_step(config: TrainConfig, stage: int) -> int:
@@ -265,9 +274,8 @@ def _first_step(config: TrainConfig, stage: int) -> int:
     return config.each_stage[stage - 1].first
 
 
-def _origin(config: TrainConfig, run: RunDirectory, stage: int, step: int) -> RunDirectory:
-    """Return the run of `start_from`, which has a checkpoint of a step and can go on with this configuration."""
-    origin = find_run(str(config.start_from))
+def check_branch(origin: RunDirectory, config: TrainConfig, run: RunDirectory, stage: int, step: int) -> None:
+    """Raise `UserError` if the run of `start_from` lacks a checkpoint of the step, or cannot go on with `config`."""
     if origin.path.absolute() == run.path.absolute():
         raise UserError(f"start_from: {origin.path} is this run itself. Give the branch another `name`.")
     there = committed_steps(origin.checkpoints)
@@ -282,4 +290,3 @@ def _origin(config: TrainConfig, run: RunDirectory, stage: int, step: int) -> Ru
         raise UserError(
             f"start_from: {origin.path} cannot go on with the stages before stage {stage}: {found}. Restore these keys."
         )
-    return origin

@@ -17,15 +17,17 @@ from gregale.data.tokenizer_training import naming
 from gregale.data.tokenizers import fewest_tokens
 from gregale.errors import UserError
 from gregale.evaluation.tasks import read_tasks
+from gregale.huggingface.config import exported_family
 from gregale.methods.method import Method
+from gregale.programs.runtime.build import set_up
 from gregale.programs.runtime.evaluation import Evaluator, evaluation_text
-from gregale.programs.runtime.expert_parallelism import set_up
 from gregale.programs.runtime.setup import Setup
+from gregale.programs.runtime.trained_model import decoder_of
 from gregale.programs.train.step_log import is_due
 from gregale.runs.config import TrainConfig
 from gregale.runs.process_agreement import agree_on_text
 from gregale.runs.rules import check
-from gregale.settings.rules import TRAINING
+from gregale.settings import TRAINING
 from gregale.tracking.trackers import check_installed
 from gregale.training.state import Stepper, abstract_state
 
@@ -107,7 +109,10 @@ def check_stages(config: TrainConfig) -> list[Setup]:
     for number, stage in enumerate(config.each_stage):
         with naming_stage(number):
             check_installed(stage.config.trackers)
-            setups.append(stage_setup(stage.config, fewest_tokens(stage.config.data.tokenizer)))
+            setup = stage_setup(stage.config, fewest_tokens(stage.config.data.tokenizer))
+            if config.export.every is not None:  # rejects a model that transformers does not have
+                exported_family(setup.base, decoder_of(stage.config.model), setup.Vocab, {})
+            setups.append(setup)
             read_tasks(stage.config.evaluation.tasks)
     config.fleet.check_stages(config, [setup.method for setup in setups])
     return setups

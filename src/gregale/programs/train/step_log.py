@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gregale.axes.parameters import layers_axis, names_of_arrays
 from gregale.cost.chips import of_device
 from gregale.data.examples import MORE_BYTES, Examples
-from gregale.data.mixtures import Mixtures, tokens_of
+from gregale.data.mixtures import MixtureHistory, tokens_of
 from gregale.distributed.liveness import Phase, Progress
 from gregale.errors import UserError
 from gregale.methods.method import Inspected, Method, Probe, PseudoGradientStats, cosine
@@ -55,7 +55,7 @@ class DataPosition:
     batch: BatchConfig
     first_step: int
     examples_before: int
-    mixtures: Mixtures
+    mixtures: MixtureHistory
 
     def examples(self, step: int) -> int:
         """Return the number of examples in the first `step` steps of the run."""

@@ -80,7 +80,6 @@ class Pairs:
         return self.length // self.size
 
     def kind(self, distance: int) -> int:
-        """Return the kind of a pair by its distance."""
         if self.window is not None and (distance + 1) * self.size > self.window:
             return EDGE
         return WHOLE if distance else DIAGONAL
@@ -141,7 +140,6 @@ class Table:
 
 
 def counts_of(tables: np.ndarray) -> dict[str, int]:
-    """Return the counts of `Table`."""
     state = tables[:, 1::WORDS]
     kinds = {name: ((state & 3) == kind).sum(1) for kind, name in enumerate(("whole", "diagonal", "edge"))}
     found = {"steps": np.array(state.shape[1:]), "outer": ((state & FIRST) != 0).sum(1), **kinds}

@@ -1,4 +1,4 @@
-"""Provides the place of experts in a run: gathered, or exchanged over `data` (docs/experts.md, "Where experts lie").
+"""Provides `set_up`, which builds the setup of a run, with its experts gathered or exchanged over `data`.
 
 `mapping.compute.experts: auto` exchanges rows if that sends less than a quarter of the bytes of gathers: these travel
 behind products, over all links of a chip, and an exchange does not (Qwen3 30B-A3B on v5e: the same time at 1 / 3.6).
@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from haliax import NamedArray
 from jax.sharding import Mesh
 
-from gregale.axes.layout import EMBED, EXPERTS, is_layers, make_mesh, named_arrays
-from gregale.axes.mapping import EXCHANGED
+from gregale.axes.layout import EMBED, EXCHANGED, EXPERTS, is_layers, named_arrays
 from gregale.axes.parameters import rows_to_a_device
 from gregale.communication.reduce import rows_per_part
 from gregale.errors import UserError
@@ -28,7 +27,7 @@ EXPOSED = 4  # bytes of a gather that take as long as one of an exchange
 
 
 @dataclass(frozen=True)
-class Choice:
+class ExpertPlacement:
     """A device's bytes of each place in a step, of an exchange in one round; `refused`: why experts stay gathered."""
 
     gathered: int
@@ -40,12 +39,12 @@ class Choice:
         return self.exchanged is not None and EXPOSED * self.exchanged < self.gathered
 
 
-def choice_of(gathered: Setup, exchanged: Setup | UserError) -> Choice:
+def choice_of(gathered: Setup, exchanged: Setup | UserError) -> ExpertPlacement:
     """Return the choice between two setups."""
     own = gathered_bytes(gathered)
     if isinstance(exchanged, UserError):
-        return Choice(own, None, str(exchanged))
-    return Choice(own, exchanged_bytes(exchanged))
+        return ExpertPlacement(own, None, str(exchanged))
+    return ExpertPlacement(own, exchanged_bytes(exchanged))
 
 
 def gathered_bytes(setup: Setup) -> int:
@@ -92,15 +91,15 @@ def set_up(config: TrainConfig, tokens: int, mesh: Mesh | None = None) -> Setup:
 
     Raises `UserError` for values that contradict one another.
     """
-    mesh = make_mesh(config.mesh) if mesh is None else mesh
-    if not config.mapping.leaves_experts_open:
-        return placed(config, tokens, mesh)
-    gathered, exchanged = in_places(config, tokens, mesh)
-    exchanges = choice_of(gathered, exchanged).exchanges
-    return exchanged if exchanges and isinstance(exchanged, Setup) else gathered
+    if config.mapping.leaves_experts_open:
+        gathered, exchanged = in_places(config, tokens, mesh)
+        if isinstance(exchanged, Setup) and choice_of(gathered, exchanged).exchanges:
+            return exchanged
+        return gathered
+    return placed(config, tokens, mesh)
 
 
-def in_places(config: TrainConfig, tokens: int, mesh: Mesh) -> tuple[Setup, Setup | UserError]:
+def in_places(config: TrainConfig, tokens: int, mesh: Mesh | None) -> tuple[Setup, Setup | UserError]:
     """Return the setups of a configuration with its experts gathered and exchanged; for the second perhaps an error."""
 
     def one(place: str | None) -> Setup:
