@@ -7,6 +7,7 @@ import jax
 
 from gregale.axes.layout import MeshConfig, make_mesh
 from gregale.cost import Audit, audit
+from gregale.cost.hlo import parse, walk
 from gregale.model.config import ComputeConfig
 from gregale.model.llama import LlamaConfig
 from gregale.programs.plan.step import known_trips
@@ -53,4 +54,21 @@ def lowered_for(setup: Setup, platform: str) -> str:
 
 def audited(setup: Setup) -> Audit:
     """The audit of that step."""
-    return audit(lowered_step(setup).compile(compiler_options=FAST), setup.layout.mesh, known_trips(setup))
+    return audit(compiled_text(setup), setup.layout.mesh, known_trips(setup))
+
+
+def compiled_text(setup: Setup) -> str:
+    return lowered_step(setup).compile(compiler_options=FAST).as_text() or ""
+
+
+def products_of(text: str, setup: Setup) -> int:
+    """The FLOPs of the products in a compiled program, of all devices together."""
+    total = 0
+    for site in walk(parse(text), known_trips(setup)):
+        dot, computation = site.instruction, site.frame.computation
+        if dot.opcode == "dot":
+            contracted = (dot.attribute(r"lhs_contracting_dims=\{([\d,]*)\}") or "").split(",")
+            left = computation.operand_shapes(dot)[0].sizes
+            of_one = 2 * prod(dot.shapes[0].sizes) * prod(left[int(axis)] for axis in contracted if axis)
+            total += of_one * prod(1 if loop.times is None else loop.times for loop in site.context.loops)
+    return total * setup.layout.mesh.size

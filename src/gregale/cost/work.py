@@ -121,7 +121,7 @@ def _of_kernel(equation: Any) -> float | None:
 
 
 def _of_loop(equation: Any, scopes: Scopes) -> Work:
-    body, count = _work(equation.params["body_jaxpr"], scopes), times_of("/".join(scopes))
+    body, count = _work(equation.params["body_jaxpr"], scopes), times_of(scopes[-1])
     return body + Work(unknown=frozenset({"while"} if body.flops else ())) if count is None else body * count
 
 
