@@ -8,11 +8,11 @@ are FLOP/s a chip by the publisher's own count, `6 N + 12 x layers x heads x hea
 parameters in `N`. The factor is the geometric mean of the ratios of seconds, published over estimated, over all rows.
 
 With `--compile` the seconds are those of the compiled program, which takes five to fifteen minutes of a processor a
-row; its report is kept in `--rows`. Otherwise they are of closed forms and of the compiled example of the same chip:
+row; its report is kept in `--rows`. Otherwise they are of the roofline and of the compiled example of the same chip:
 
 - products at the peak, times the example's compute cycles over its products at the peak
 - attention by JAX's splash kernels, which the published runs had, by their bundles
-- seconds of the links by the closed form, times the share that the example exposes
+- seconds of the links by the bytes of the memory report's program, times the share that the example exposes
 """
 
 from __future__ import annotations
@@ -29,14 +29,12 @@ from typing import Any
 
 from gregale.cost.chips import CHIPS
 from gregale.cost.collectives import INSIDE
-from gregale.cost.pallas_cost import visible
-from gregale.cost.roofline import roofline
 from gregale.programs.plan.command import tokens_of
 from gregale.programs.plan.devices import topology_target
-from gregale.programs.plan.estimates import estimated_link_bytes, estimated_work, step_shape
-from gregale.programs.plan.step import setup_for
+from gregale.programs.plan.step import MEMORY, plan_step
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
+from gregale.scopes import visible
 
 LLAMA_3_8B = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "mlp": 14336, "vocabulary": 128256}
 LLAMA_3_70B = {"layers": 80, "hidden": 8192, "heads": 64, "kv_heads": 8, "mlp": 28672, "vocabulary": 128256}
@@ -162,7 +160,7 @@ SPLASH = {
 
 @dataclass(frozen=True)
 class Parts:
-    """Seconds of a step in closed form: products at the peak without attention, kernels, and links inside a slice."""
+    """Seconds of a step by its roofline: products at the peak without attention, kernels, and links inside a slice."""
 
     products: float
     kernels: float
@@ -172,22 +170,21 @@ class Parts:
 def parts_of(path: Path, topology: str, slices: int) -> Parts:
     target = topology_target(topology, slices, None)
     config = load(TrainConfig, path, [])
-    setup = setup_for(config, tokens_of(config), target)
-    step = step_shape(setup)
-    rows = setup.config.batch.size // setup.layout.mesh.size
-    passes = 1 if step.remat in ("context", "context_offload", "none", "projections") else 2  # full: computed again
+    plan = plan_step(config, tokens_of(config), target, MEMORY)
+    model, positions, bound = config.model, config.batch.sequence_length, plan.roofline(None)
+    rows = config.batch.size // plan.setup.layout.mesh.size
+    passes = 2 if config.compute.remat == "full" else 1  # of the forward pass of attention
     forward, backward = (
-        each.cycles(step.positions) / target.chip.cycles_per_second for each in SPLASH[target.chip.name, step.positions]
+        each.cycles(positions) / target.chip.cycles_per_second for each in SPLASH[target.chip.name, positions]
     )
-    attention = rows * step.heads * (passes * forward + backward)
-    bound = roofline(estimated_work(setup, estimated_link_bytes(setup)), target.chip, target.devices_a_chip, None)
-    pairs = 2 * 2 * step.layers * step.heads * step.head_size * visible(step.positions, (None,)) * rows
+    attention = rows * model.heads * (passes * forward + backward)
+    pairs = 2 * 2 * model.layers * model.heads * model.HeadSize.size * visible(positions, (None,)) * rows
     products = bound.compute - (passes + 2.5) * pairs / (target.chip.flops_per_second / target.devices_a_chip)
-    return Parts(products, step.layers * attention, bound.links[INSIDE])
+    return Parts(products, model.layers * attention, bound.links[INSIDE])
 
 
 def estimated(row: Published) -> float:
-    """Return the seconds of a step by closed forms and the compiled example of the chip."""
+    """Return the seconds of a step by its roofline and the compiled example of the chip."""
     topology, compute, waiting = COMPILED[row.topology.partition(":")[0]]
     example = parts_of(EXAMPLE, topology, 2)
     with tempfile.TemporaryDirectory() as folder:

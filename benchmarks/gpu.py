@@ -30,13 +30,12 @@ import numpy as np
 
 from gregale.axes.layout import MeshConfig, make_mesh
 from gregale.cost.chips import CHIPS
-from gregale.cost.roofline import model_flops_per_token
 from gregale.distributed.devices import start_devices
 from gregale.model.config import ComputeConfig
 from gregale.model.llama import LlamaConfig
 from gregale.optim import AdamWConfig, ConstantSchedule
-from gregale.programs.plan.estimates import abstract_batch, step_shape
 from gregale.programs.runtime.build import set_up
+from gregale.programs.runtime.model_flops import model_flops
 from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import BatchConfig, DistributedConfig, TrainConfig
 
@@ -119,7 +118,7 @@ def setup_of(case: Case) -> Setup:
 
 def batch_of(setup: Setup, packed: bool) -> dict[str, Any]:
     """Random tokens, laid out as `train` does it; documents' numbers only where there are several."""
-    shapes = abstract_batch(setup)
+    shapes = setup.abstract_batch
     ids = np.random.default_rng(0).integers(0, setup.Vocab.size, np.add(shapes["tokens"].array.shape, (0, 1)))
     places = np.broadcast_to(np.arange(ids.shape[1] - 1), ids[:, 1:].shape)
     arrays = {
@@ -157,7 +156,7 @@ def measured(case: Case, steps: int) -> dict[str, Any]:
         "compile_s": compile_s,
         "peak_bytes": stats.get("peak_bytes_in_use", step.memory_analysis().peak_memory_in_bytes),
         "loss": float(jnp.ravel(report.metrics.loss)[0]),
-        "flops_per_token": model_flops_per_token(step_shape(setup), full=True),
+        "flops_per_token": model_flops(setup).full,
     }
 
 

@@ -11,7 +11,7 @@ from tests.conftest import SLOW, TESTS
 SOURCE = Path(__file__).parent.parent / "src" / "gregale"
 
 LAYERS = [
-    {"version", "errors", "settings", "atomic_files", "formatting", "streams", "terminal", "storage", "axes"},
+    {"version", "errors", "settings", "atomic_files", "formatting", "scopes", "streams", "terminal", "storage", "axes"},
     {"model", "data", "optim", "codecs", "cost", "timeline"},
     {"communication", "huggingface", "inference", "evaluation", "objectives"},
     {"methods"},

@@ -22,7 +22,7 @@ from gregale.cli import PROGRAMS
 from gregale.cli.invocation import usage
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import PluginOptions
-from gregale.runs.rules import CLOSED_FORMS, RULES
+from gregale.runs.rules import RULES
 from gregale.settings import CONFIGURATION, LAYOUT, TRAINING, Rule
 from gregale.settings.decoding import REQUIRED, Entry, counterparts, entries, projects, types_of
 from gregale.tracking.metrics import METRICS
@@ -144,7 +144,6 @@ PARTS = {
     "migration.md": {"migration": migration},
     "reference/what_does_not_go_together.md": {
         **{at: partial(lambda at: rules(rule for rule in every_rule() if rule.at == at), at) for at in KINDS},
-        "forms": lambda: rules(CLOSED_FORMS),
     },
 }
 

@@ -4,8 +4,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from rich.filesize import decimal
-
 NONE = "–"
 
 
@@ -14,6 +12,8 @@ def format_quantity(value: float | None, unit: str = "") -> str:
     if value is None or not math.isfinite(value):
         return NONE
     if unit == "bytes":
+        from rich.filesize import decimal  # late: settings read this module
+
         return decimal(round(value))
     if unit == "seconds":
         return format_precise_duration(value)

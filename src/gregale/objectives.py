@@ -67,7 +67,6 @@ class ObjectiveConfig(Settings, draccus.ChoiceRegistry):
     rows_together: ClassVar[int] = 1  # 2: rows 2k and 2k + 1 of a batch are a pair, of sources with `form: pairs`
     needs_reference: ClassVar[bool] = False  # it computes with `Passes.reference`; without an adapter a second copy
     is_models_own: ClassVar[bool] = False  # it is the model's `loss`
-    has_closed_forms: ClassVar[bool] = False  # of memory and time (`gregale.cost`)
 
     @classmethod
     def default_choice_name(cls) -> str:
@@ -83,7 +82,7 @@ class ObjectiveConfig(Settings, draccus.ChoiceRegistry):
 class NextTokenConfig(ObjectiveConfig):
     """The loss of the model: of each next token that the mask has."""
 
-    is_models_own = has_closed_forms = True
+    is_models_own = True
 
     def loss(self, passes: Passes) -> Losses | tuple[jax.Array, jax.Array]:
         return passes.model.loss(passes.batch, passes.execution)
@@ -100,7 +99,6 @@ class DpoConfig(ObjectiveConfig):
 
     rows_together = 2
     needs_reference = True
-    has_closed_forms = True
 
     beta: float = setting(0.1, "scale of the rewards", range=above(0), aliases=("dpo_beta",), by_topic=True)
 

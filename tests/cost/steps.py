@@ -1,4 +1,4 @@
-"""Small PSDP steps, set up and compiled, for the tests of the closed forms."""
+"""Small PSDP steps, set up and compiled, for the tests of costs."""
 
 from dataclasses import replace
 from math import prod
@@ -7,10 +7,9 @@ import jax
 
 from gregale.axes.layout import MeshConfig, make_mesh
 from gregale.cost import Audit, audit
-from gregale.cost.estimate import StepShape
+from gregale.cost.hlo import parse, walk
 from gregale.model.config import ComputeConfig
 from gregale.model.llama import LlamaConfig
-from gregale.programs.plan.estimates import abstract_batch, step_shape
 from gregale.programs.plan.step import known_trips
 from gregale.programs.runtime.build import set_up
 from gregale.programs.runtime.setup import Setup
@@ -40,41 +39,36 @@ def small_setup(sizes: tuple[int, ...], microbatches: int = 2, compute=None, mod
     return set_up(config, 257, make_mesh(config.mesh, jax.devices()[: prod(sizes)]))
 
 
-def small_step(*arguments, **changes) -> StepShape:
-    """The shape of a step whose attention has no kernel."""
-    return replace(step_shape(small_setup(*arguments, **changes)), scores=True)
-
-
 def lowered_step(setup: Setup) -> jax.stages.Lowered:
     """The step that `train` runs; of DiLoCo, one in which nothing is sent or applied."""
     during = setup.method.actions(1).step_args
-    return setup.stepper().program.lower(setup.abstract_state(), abstract_batch(setup), *during)
+    return setup.stepper().program.lower(setup.abstract_state(), setup.abstract_batch, *during)
 
 
 def lowered_for(setup: Setup, platform: str) -> str:
     """That step as it is given to the compiler of another platform, which need not be there."""
     during = setup.method.actions(1).step_args
-    traced = setup.stepper().program.trace(setup.abstract_state(), abstract_batch(setup), *during)
+    traced = setup.stepper().program.trace(setup.abstract_state(), setup.abstract_batch, *during)
     return traced.lower(lowering_platforms=(platform,)).as_text()
 
 
 def audited(setup: Setup) -> Audit:
     """The audit of that step."""
-    return audit(lowered_step(setup).compile(compiler_options=FAST), setup.layout.mesh, known_trips(setup))
+    return audit(compiled_text(setup), setup.layout.mesh, known_trips(setup))
 
 
-def flops_of(jaxpr) -> int:
-    """Multiply-adds of a traced program's matrix products, twice; loops counted as often as they run.
+def compiled_text(setup: Setup) -> str:
+    return lowered_step(setup).compile(compiler_options=FAST).as_text() or ""
 
-    Loops that decide themselves count 0: in a step only the loss has one, which in practice never runs.
-    """
+
+def products_of(text: str, setup: Setup) -> int:
+    """The FLOPs of the products in a compiled program, of all devices together."""
     total = 0
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "dot_general":
-            contracted = equation.params["dimension_numbers"][0][0]
-            shape = equation.invars[0].aval.shape
-            total += 2 * equation.outvars[0].aval.size * prod(shape[axis] for axis in contracted)
-        times = {"scan": equation.params.get("length"), "while": 0}.get(equation.primitive.name, 1)
-        for inner in jax.core.jaxprs_in_params(equation.params):
-            total += times * flops_of(inner)
-    return total
+    for site in walk(parse(text), known_trips(setup)):
+        dot, computation = site.instruction, site.frame.computation
+        if dot.opcode == "dot":
+            contracted = (dot.attribute(r"lhs_contracting_dims=\{([\d,]*)\}") or "").split(",")
+            left = computation.operand_shapes(dot)[0].sizes
+            of_one = 2 * prod(dot.shapes[0].sizes) * prod(left[int(axis)] for axis in contracted if axis)
+            total += of_one * prod(1 if loop.times is None else loop.times for loop in site.context.loops)
+    return total * setup.layout.mesh.size

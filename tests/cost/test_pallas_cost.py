@@ -15,8 +15,8 @@ from gregale.cost.pallas_cost import (
     grouped_of,
     kernel_of,
     quantising_of,
-    visible,
 )
+from gregale.scopes import visible
 
 HEADS, HEAD_SIZE = 2, 128  # of the stored program's kernels of two blocks of 128, padded to a vector's lanes
 CHIP = replace(chip("v5e"), flops_per_second=1e12)

@@ -1,6 +1,5 @@
-"""What a compiled step sends, beside the closed form; and that it crosses `replica` once a step."""
+"""What compiled steps send, and that they cross `replica` once a step."""
 
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,19 +10,21 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gregale.axes.layout import MappingConfig, MeshConfig
-from gregale.cost.estimate import ACCELERATOR, CPU
-from gregale.cost.traffic import Transfer, bytes_by_axes, expected_transfers, sent_bytes
+from gregale.axes.parameters import trainable
+from gregale.cost import audit
+from gregale.cost.memory import bytes_on_device
 from gregale.methods.config import DilocoConfig
 from gregale.model.config import BalanceConfig, ExpertsConfig, LoraConfig
 from gregale.model.llama import GptOssConfig
 from gregale.objectives import DpoConfig
 from gregale.optim import AdamWConfig, GroupConfig, MuonConfig
-from gregale.programs.plan.estimates import step_transfers
+from gregale.programs.plan.step import known_trips, step_work
 from gregale.programs.runtime.build import set_up
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
-from tests.cost.steps import audited, small_setup, small_step
+from tests.cost.steps import audited, compiled_text, products_of, small_setup
 from tests.cost.warnings import captured_compiler_warnings
+from tests.sent import assert_sends_as_recorded
 
 pytestmark = pytest.mark.usefixtures("compiled_anew")  # for what the compiler warns of
 
@@ -103,29 +104,22 @@ SPREAD = {
 
 
 @pytest.mark.parametrize("name", ["the quickstart itself", *SPREAD])
-def test_closed_form_is_what_the_compiled_step_sends(name):
+def test_a_compiled_step_sends_as_recorded(name):
     setup = small_setup(*SPREAD[name]) if name in SPREAD else set_up(load(TrainConfig, QUICKSTART), 257)
     if name == "gpt-oss":
         model = GptOssConfig(layers=4, hidden=32, heads=8, kv_heads=4, vocabulary=320, experts=EXPERTS)
         setup = set_up(replace(setup.config, model=model), 257, setup.layout.mesh)
     with captured_compiler_warnings() as warnings:
-        found = audited(setup)
+        text = compiled_text(setup)
+    found = audit(text, setup.layout.mesh, known_trips(setup))
     assert not warnings.rematerializations
     assert not [each for each in found.over("replica") if each.loop]
     rings = [each for each in found.collectives if each.kind == "collective-permute"]
     assert setup.layout.context > 1 or setup.config.adapter is not None or not rings
     if name not in SPREAD:
         assert [each for each in found.over("data") if each.loop], "the check finds what is there"
-    expected = step_transfers(setup, CPU)
-
-    def by_kind(transfers) -> Counter:
-        counts = Counter()
-        for each in transfers:
-            if each.axes:
-                counts[each.kind, each.axes] += each.bytes * each.times
-        return counts
-
-    assert by_kind(found.collectives) == by_kind(expected)
+    assert_sends_as_recorded(found)
+    assert products_of(text, setup) == pytest.approx(step_work(setup).flops, rel=0.06), "as the walk over the jaxpr"
 
 
 def test_a_rematerialization_would_be_found(mesh):
@@ -142,23 +136,11 @@ def test_a_rematerialization_would_be_found(mesh):
     assert "sharding_constraint" in caught.rematerializations[0]
 
 
-def test_replica_carries_every_gradient_once_whatever_the_microbatches():
-    """2 * 4 bytes a parameter of the device's shard, three scalars, and a squared norm for each array."""
-    for microbatches in (1, 4):
-        step = small_step((2, 2, 2), microbatches)
-        sums = bytes_by_axes(expected_transfers(step, ACCELERATOR))
-        shards = sum(step.on_device(weight, step.layout.params) for weight in step.weights)
-        assert sums["replica",] == 2 * 4 * shards + 8
-        assert sums["replica", "data"] == 4 * len(step.weights)
-
-
-def test_an_accelerator_sends_bfloat16_in_two_bytes():
-    step = small_step((2, 4, 1), compute={"dtype": "bfloat16"})
-    wide = replace(ACCELERATOR, narrowest_bytes=4)
-    narrow_sums, wide_sums = (bytes_by_axes(expected_transfers(step, each)) for each in (ACCELERATOR, wide))
-    scalars = 2 * 4 * step.microbatches + 4 * step.tokens * 4 * step.microbatches  # losses, weights; tokens' ids
-    assert wide_sums["data",] - scalars == 2 * (narrow_sums["data",] - scalars)
-    assert wide_sums["replica",] == narrow_sums["replica",], "gradient buffers are float32"
-    ring = Transfer("", "all-reduce", ("replica", "data"), 80, 3)
-    assert sent_bytes(ring, {"replica": 4, "data": 2}) == 80 * 3 * 2 * 7 / 8, "all but its own part"
-    assert sent_bytes(replace(ring, kind="collective-permute"), {"replica": 4, "data": 2}) == 80 * 3
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_replica_carries_every_gradient_once_whatever_the_microbatches(microbatches):
+    """2 * 4 bytes a parameter of the device's shard, and the loss and its weight; two replicas send half of each."""
+    setup = small_setup((2, 2, 2), microbatches)
+    far = [each for each in audited(setup).collectives if each.axes == ("replica",)]
+    shards = bytes_on_device(setup.layout.abstract(trainable(setup.model), setup.layout.params))
+    assert sum(each.bytes for each in far) == 2 * shards + 2 * 4
+    assert setup.method.bytes_sent(1) == shards

@@ -1,6 +1,5 @@
 """Small meshes, a small model and batches that the tests of axes, model, communication and methods share."""
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -13,17 +12,13 @@ import numpy as np
 import pytest
 from haliax import Axis, NamedArray
 
-from gregale.axes.layout import BATCH, REPLICA, Layout, MeshConfig, make_mesh, standard_layout
+from gregale.axes.layout import BATCH, Layout, MeshConfig, make_mesh, standard_layout
 from gregale.axes.parameters import position_order
-from gregale.cost import Audit
-from gregale.cost.estimate import CPU
 from gregale.model.execution import Execution
 from gregale.model.kernels.cpu import cpu_kernels
 from gregale.model.kernels.dispatch import KernelRequest, kernels_for
 from gregale.model.kernels.operations import Kernels
 from gregale.model.llama import Llama, LlamaConfig
-from gregale.programs.plan.estimates import step_transfers
-from gregale.programs.runtime.setup import Setup
 
 ROWS, POSITIONS, VOCABULARY = 32, 16, 64
 SMALL = LlamaConfig(layers=2, hidden=32, heads=8, mlp=64, init_scale=0.2)
@@ -125,14 +120,3 @@ def assert_trees_close(actual, expected, atol: float, rtol: float = 0.0) -> None
             atol=atol,
             err_msg=jax.tree_util.keystr(path),
         )
-
-
-def assert_sends_its_closed_form(setup: Setup, found: Audit) -> None:
-    """What an audited step sends equals its closed form, by collective and mesh axes."""
-    assert [each for each in found.over(REPLICA) if each.loop] == [], "nothing crosses replica but once a step"
-    sent, closed_form = Counter(), Counter()
-    for each in found.collectives:
-        sent[each.kind, each.axes] += each.bytes * (each.times or 0) if each.axes else 0
-    for each in step_transfers(setup, CPU):
-        closed_form[each.kind, each.axes] += each.bytes * each.times
-    assert +sent == closed_form

@@ -23,14 +23,14 @@ from gregale.methods.diloco import Diloco
 from gregale.model.adapters import Lora, quantised
 from gregale.model.config import MLP_TARGETS, LoraConfig
 from gregale.model.execution import Products
-from gregale.programs.plan.estimates import abstract_batch
 from gregale.programs.plan.step import known_trips
 from gregale.programs.runtime.build import set_up
 from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
 from tests.axes.test_quantised_weight import dequantised
-from tests.mesh.support import assert_sends_its_closed_form, held, layout_of, placed, rarely, token_batch
+from tests.mesh.support import held, layout_of, placed, rarely, token_batch
+from tests.sent import assert_sends_as_recorded
 
 EMBED, HEADS, MLP, VOCABULARY, RANK, LAYERS = 48, 24, 80, 256, 8, 2
 ROWS, POSITIONS = 8, 32
@@ -90,7 +90,7 @@ def batch_of(setup: Setup, step: int, rows: slice = slice(None)):
 def compiled(adapted: bool) -> tuple[Setup, str]:
     setup = setup_of((2, 2, 1), adapted)
     with hax.axis_mapping({}):
-        lowered = setup.stepper().program.lower(setup.abstract_state(), abstract_batch(setup))
+        lowered = setup.stepper().program.lower(setup.abstract_state(), setup.abstract_batch)
     return setup, lowered.compile().as_text() or ""
 
 
@@ -157,7 +157,7 @@ def test_loss_and_gradients_equal_those_of_one_device(mesh, changes):
         if "pipeline" in own:
             program: Any = jax.jit(step.program).lower(state, batch_of(setup, 1)).compile()
             step.program = program
-            assert_sends_its_closed_form(setup, audit(program, setup.layout.mesh, known_trips(setup)))
+            assert_sends_as_recorded(audit(program, setup.layout.mesh, known_trips(setup)))
             gates = re.findall(r"f32\[([\d,]*256,128)\]", program.as_text())
             assert bool(gates) == bool(same)
             assert all(prod(map(int, shape.split(","))) == 256 * 128 for shape in gates), "decoded one layer at a time"
@@ -201,7 +201,7 @@ def test_a_step_beside_quantised_weights_is_one_beside_the_dequantised_ones(base
 def test_quantised_weights_are_gathered_in_their_bits_and_blocks_stay_whole():
     setup = setup_of((2, 2, 1), **IN_BLOCKS, adapter__base="nf4", adapter__targets="[query]")
     with hax.axis_mapping({}):
-        lowered = setup.stepper().program.lower(setup.abstract_state(), abstract_batch(setup))
+        lowered = setup.stepper().program.lower(setup.abstract_state(), setup.abstract_batch)
     found = audit(lowered.compile().as_text() or "", setup.layout.mesh, known_trips(setup)).collectives
     codes = [each for each in found if each.dtype == "u8"]
     assert {(each.kind, each.axes) for each in codes} == {("all-gather", ("data",))}

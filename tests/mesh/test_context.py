@@ -1,26 +1,24 @@
 """Sequences that devices share: the gradients of whole sequences, and what the compiled step sends."""
 
-from collections import Counter
 from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
 
-from gregale.axes.layout import REPLICA, MeshConfig, make_mesh
+from gregale.axes.layout import MeshConfig, make_mesh
 from gregale.codecs.codec import FeedbackConfig, ReduceConfig
 from gregale.cost import Audit, audit
-from gregale.cost.estimate import CPU
-from gregale.cost.traffic import expected_transfers
 from gregale.methods.config import DilocoConfig, StreamingDilocoConfig
 from gregale.model.config import ComputeConfig
+from gregale.model.execution import execution
 from gregale.model.llama import GemmaConfig
 from gregale.optim import AdamWConfig, ConstantSchedule
-from gregale.programs.plan.estimates import step_shape
 from gregale.programs.runtime.build import set_up
 from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import BatchConfig, TrainConfig
 from tests.mesh.support import held, rarely, token_batch
+from tests.sent import assert_sends_as_recorded
 
 ROWS, POSITIONS, VOCABULARY = 16, 32, 64
 # Layers with a window that ends inside of a chunk, and some that see all tokens, with another base; scores capped.
@@ -92,15 +90,9 @@ def test_gradients_are_those_of_whole_sequences(mesh, whole):
     np.testing.assert_allclose(loss, whole[0], rtol=1e-6)
     for name, expected in whole[1].items():
         assert np.linalg.norm(gradients[name] - expected) <= 1e-5 * np.linalg.norm(expected), name
-    assert [each for each in sent.over(REPLICA) if each.loop] == [], "nothing crosses replica but once a step"
-    found, closed_form = Counter(), Counter()
-    for each in sent.collectives:
-        found[each.kind, each.axes] += each.bytes * (each.times or 0) if each.axes else 0
-    step = step_shape(setup)
-    assert step.splits_stream == (mesh.model > 1), "positions are split over context x model between products"
-    for each in expected_transfers(step, CPU, averages=[]):
-        closed_form[each.kind, each.axes] += each.bytes * each.times
-    assert +found == closed_form
+    assert_sends_as_recorded(sent)
+    run = execution(setup.config.compute, setup.layout, setup.config.model)
+    assert run.splits(POSITIONS) == (mesh.model > 1), "positions are split over context x model between products"
 
 
 STEPS = 20

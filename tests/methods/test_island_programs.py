@@ -6,7 +6,7 @@ import pytest
 
 from gregale.codecs.codec import ReduceConfig
 from gregale.cost import audit
-from gregale.cost.estimate import compiler_memory
+from gregale.cost.memory import compiler_memory
 from gregale.islands.method import Island
 from gregale.islands.outer import HostOuter
 from gregale.methods.schedule import Schedule

@@ -15,9 +15,8 @@ from haliax import Axis
 
 from gregale.axes.layout import Layout, MeshConfig, make_mesh, standard_layout
 from gregale.cost import audit
-from gregale.cost.traffic import Transfer
-from gregale.optim import AdamWConfig, MuonConfig, Optimizer
-from tests.cost.steps import flops_of
+from gregale.cost.work import work_of
+from gregale.optim import MuonConfig, Optimizer
 
 Layers, Embed, Mlp = Axis("layers", 3), Axis("embed", 16), Axis("mlp", 32)
 Heads, HeadSize = Axis("heads", 4), Axis("head_size", 4)
@@ -68,32 +67,15 @@ def test_on_a_mesh_the_updates_are_those_of_one_device(sizes):
     assert set(COLLECTIVE.findall(step.as_text())) == {"all-to-all"}, "and these run over data and model only"
 
 
-def test_bytes_by_hand():
-    """Three layers on four devices: one matrix each, whole, and one of them has zeros."""
-    layout = layout_of(replica=2, data=2, model=2)
-    up = {"up": tree(0)["up"]}
-    each = 4 * 16 * 32
-    there_and_back = [Transfer("whole matrices", "all-to-all", (axis,), each, 2) for axis in ("data", "model")]
-    assert CONFIG.transfers(up, layout) == there_and_back
-    assert CONFIG.update_bytes(up, layout) == 3 * each // 4 + 4 * 2 * (16 * 32 + 16 * 16), "shards; x, x x^T, twice"
-    norm = {"norm": tree(0)["norm"]}
-    assert CONFIG.transfers(norm, layout) == AdamWConfig().transfers(up, layout) == []
-    assert CONFIG.update_bytes(norm, layout) == AdamWConfig().update_bytes(up, layout) == 0
-
-
-def test_flops_by_hand():
+@pytest.mark.parametrize("sizes", [{"replica": 2, "data": 2, "model": 2}, {}])
+def test_flops_by_hand(sizes):
     """On 2 x 2 devices of a replica, each of which has one of three matrices, or of one; on one device all of them."""
+    layout = layout_of(**sizes)
     square, oblong = 4 * 16**2 * 16 + 2 * 16**3, 4 * 16**2 * 32 + 2 * 16**3
-    count = CONFIG.update_flops
-    assert count(tree(0), layout_of(replica=2, data=2, model=2)) == 3 * (2 * square + 2 * oblong)
-    assert count(tree(0), layout_of()) == 3 * (3 * (2 * square + oblong) + oblong)
-    assert AdamWConfig().update_flops(tree(0), layout_of()) == 0
-
-
-def test_flops_are_those_of_the_traced_update():
-    plain = CONFIG.build(tree(0), 10).gathered
-    traced = jax.make_jaxpr(lambda u, p: plain.update(u, plain.init(p), p)[0])(tree(1), tree(0))
-    assert flops_of(traced.jaxpr) == CONFIG.update_flops(tree(0), layout_of())
+    on_device = 3 * (2 * square + 2 * oblong) if sizes else 3 * (3 * (2 * square + oblong) + oblong)
+    update = CONFIG.build(tree(0), 10, layout).gathered
+    traced = jax.make_jaxpr(lambda u, p: update.update(u, update.init(p), p)[0])(tree(1), tree(0))
+    assert work_of(traced).flops == on_device * layout.mesh.size
 
 
 @pytest.mark.parametrize(
@@ -107,14 +89,18 @@ def test_flops_are_those_of_the_traced_update():
         {"replica": 2},
     ],
 )
-def test_closed_form_is_what_the_compiled_update_sends(sizes):
+def test_it_sends_each_matrix_there_and_back(sizes):
     layout = layout_of(**sizes)
     step, _ = compiled(replace(CONFIG, iterations=1).build(tree(0), 10, layout), layout)
     found = Counter((each.kind, each.axes, each.bytes) for each in audit(step, layout.mesh).collectives)
-    expected = Counter()
-    for each in CONFIG.transfers(tree(0), layout):
-        expected[each.kind, tuple(axis for axis in each.axes if layout.mesh.shape[axis] > 1), each.bytes] += each.times
-    assert found == Counter({key: count for key, count in expected.items() if key[1]})
+    crossed = [axis for axis in ("stage", "data", "model") if sizes.get(axis, 1) > 1]
+    assert {kind for kind, *_ in found} == ({"all-to-all"} if crossed else set())
+    assert {axis for _, axes, _ in found for axis in axes} == set(crossed), "nothing crosses replica"
+    devices = layout.mesh.size // layout.replicas
+    for axes in {axes for _, axes, _ in found}:
+        # zero matrices fill up the three of a stack
+        sent = sum(size * count for (_, each, size), count in found.items() if each == axes)
+        assert sent % (2 * -(-3 // devices)) == 0
 
 
 def test_without_the_layout_the_partitioner_spreads_the_products_over_the_mesh():

@@ -10,6 +10,7 @@ import jax
 from gregale.axes.layout import make_mesh
 from gregale.cost.chips import chip
 from gregale.programs.plan.devices import simulated_target
+from gregale.programs.plan.search import Compiler
 from gregale.programs.plan.step import Plan, plan_step
 from gregale.programs.plan.text import print_report
 from gregale.programs.runtime.build import set_up
@@ -37,6 +38,10 @@ def setup_of(*arguments: str) -> Setup:
 def plan_of(config: TrainConfig) -> Plan:
     """A plan for simulated devices."""
     return plan_step(config, 257, simulated_target(config, None, None))
+
+
+def compiler_for(plan: Plan) -> Compiler:
+    return Compiler(257, plan.target, None, None, str)
 
 
 def too_large(plan: Plan) -> Plan:

@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from dataclasses import replace
 from io import StringIO
+from threading import Barrier
 
 import pytest
 
@@ -12,11 +13,20 @@ from gregale.cost.chips import chip
 from gregale.cost.collectives import BETWEEN, INSIDE, Audit
 from gregale.errors import UserError
 from gregale.model.execution import execution
-from gregale.programs.plan.candidates import Candidate, ScoredCandidate, candidate_of, scored_candidates
+from gregale.programs.plan.candidates import Bounds, Candidate, RankedCandidate, candidate_of, ranked_candidates
 from gregale.programs.plan.devices import simulated_target
-from gregale.programs.plan.search import ENOUGH, SearchOptions, _Compiler, all_candidates, search
-from gregale.programs.plan.step import MEMORY, plan_step, scheduled_seconds, setup_for
-from gregale.programs.plan.text import print_remedies, print_search
+from gregale.programs.plan.search import (
+    ENOUGH,
+    MAX_COMPILED,
+    Compiler,
+    _Known,
+    all_candidates,
+    at_once,
+    remedies,
+    search,
+)
+from gregale.programs.plan.step import MEMORY, plan_step, setup_for
+from gregale.programs.plan.text import print_search
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
 from gregale.terminal import Console
@@ -33,19 +43,12 @@ MESHES = {(1, 4, 1): 12, (1, 2, 2): 24, (2, 2, 1): 24, (2, 1, 2): 36, (4, 1, 1):
 @pytest.fixture(scope="module")
 def lines_and_found():
     lines: list[str] = []
-    return lines, search(CONFIG, 257, TARGET, SearchOptions(None, None, lines.append))
+    return lines, search(CONFIG, Compiler(257, TARGET, None, None, lines.append))
 
 
 @pytest.fixture(scope="module")
 def found(lines_and_found):
     return lines_and_found[1]
-
-
-@pytest.fixture(scope="module")
-def nothing():
-    """A search for a chip whose memory no candidate fits."""
-    tight = replace(TARGET, chip=replace(chip("v5e"), memory_bytes=1000))
-    return search(CONFIG, 257, tight, SearchOptions(None, None, str))
 
 
 def printed(found) -> str:
@@ -56,28 +59,32 @@ def printed(found) -> str:
 
 def test_the_fastest_of_those_that_fit_is_chosen(lines_and_found):
     lines, found = lines_and_found
-    assert len(found.scored) == len({each.candidate for each in found.scored}), "none twice"
-    by_mesh = Counter(tuple(each.candidate[f"mesh.{axis}"] for axis in MESH) for each in found.scored)
+    assert len(found.ranked) == len({each.candidate for each in found.ranked}), "none twice"
+    by_mesh = Counter(tuple(each.candidate[f"mesh.{axis}"] for axis in MESH) for each in found.ranked)
     assert by_mesh == MESHES, "remat x microbatches, of which are as many as rows, x gather"
-    assert {each.candidate["compute.unroll"] for each in found.scored} == {1}, "as configured: nothing tells them apart"
-    times = [each.closed_form_seconds for each in found.scored]
+    assert {each.candidate["compute.unroll"] for each in found.ranked} == {1}, "as configured: nothing tells them apart"
+    times = [each.bound_seconds for each in found.ranked]
     assert times == sorted(times)
-    compiled = [each for each in found.scored if each.peak is not None]
-    assert len(compiled) == ENOUGH
+    assert all(each.bound_bytes < each.peak for each in found.ranked if each.peak), "bounds are below"
+    assert all(each.bound_seconds <= each.seconds for each in found.ranked if each.seconds)
+    compiled = [each for each in found.ranked if each.peak is not None]
+    assert ENOUGH <= len(compiled) <= MAX_COMPILED
     assert all(each.fits for each in compiled)
-    assert found.best == min(compiled, key=lambda each: each.seconds)
+    left = [each.bound_seconds for each in found.ranked if each.peak is None]
+    assert found.best.seconds == pytest.approx(min(each.seconds for each in compiled), rel=0.01)
+    assert len(compiled) == MAX_COMPILED or max(left) > found.best.bound_seconds
     assert found.configured in {each.candidate for each in compiled}, "to compare with"
     assert found.best.candidate["batch.microbatches"] == 1, "weights are gathered once"
     assert found.remedies == []
-    assert lines[0] == f"{len(found.scored)} candidates by closed forms"
-    assert len(lines) == 1 + 2 * ENOUGH, "each compile is told before and after"
+    assert lines[0] == f"{len(found.ranked)} candidates by their bounds"
+    assert len(lines) == 1 + 2 * len(compiled), "each compile is told before and after"
     assert lines[1] == f"{found.configured}: compiling"
     assert "of 16.00 GiB, fits; a step takes" in lines[2]
 
 
 def test_what_is_printed_is_a_configuration_and_the_table(found, tmp_path):
     text = printed(found)
-    for part in ("microbatches", "tokens/s", "fits *", "132 candidates, 3 of them compiled", "The best: "):
+    for part in ("microbatches", "tokens/s", "fits *", "132 candidates, ", " of them compiled; "):
         assert part in text
     (tmp_path / "best.yaml").write_text(found.best.candidate.yaml())
     assert text.endswith(found.best.candidate.yaml())
@@ -93,84 +100,50 @@ def test_json_has_it_all(found, monkeypatch, capsys):
     monkeypatch.setattr("gregale.programs.plan.command.search", lambda *_: found)
     assert main(["plan", QUICKSTART, *SMALL, "--search", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["best"] == report["candidates"][[each == found.best for each in found.scored].index(True)]
+    assert report["best"] == report["candidates"][[each == found.best for each in found.ranked].index(True)]
     assert report["best"].keys() >= {"settings", "peak", "seconds", "fits", "tokens_per_second"}
     assert report["best"]["settings"].keys() == report["configured"].keys()
     assert report["fits"]
 
 
-def test_if_nothing_fits_the_smallest_is_compiled_and_remedies_are_told(nothing, monkeypatch):
-    compiled = [each for each in nothing.scored if each.peak is not None]
-    assert [each.closed_form_peak for each in compiled] == [min(each.closed_form_peak for each in nothing.scored)]
+def test_if_nothing_fits_remedies_are_told(found, monkeypatch):
+    tight = replace(TARGET, chip=replace(chip("v5e"), memory_bytes=1000))
+    monkeypatch.setattr("gregale.programs.plan.search.MAX_COMPILED", 1)
+    nothing = search(CONFIG, Compiler(257, tight, None, None, str))
+    assert [each.candidate for each in nothing.ranked if each.peak is not None] == [nothing.configured]
     assert nothing.best is None
     assert nothing.remedies
+    assert not any(each.fits for each in nothing.remedies)
     text = printed(nothing)
-    assert "Nothing fits." in text
-    assert "The cheapest remedies" in text
-    assert "too large" in text
+    for part in ("Nothing fits.", "The cheapest compiled remedies:", "does not fit; ", "> "):
+        assert part in text
     monkeypatch.setattr("gregale.programs.plan.command.search", lambda *_: nothing)
     for options, code in (((), 0), (("--require-fit",), 3)):
         assert main(["plan", QUICKSTART, *SMALL, "--search", *options]) == code
 
 
-def test_what_is_near_the_memory_is_uncertain_until_it_is_compiled(found):
-    """By the range in which the compiler's peak lies."""
-    other = replace(next(each for each in found.scored if each.peak is None), compared=True)
-    low, high = other.closed_form_range
-    assert low < other.closed_form_peak
-
-    def verdict(memory: int) -> str:
-        text = printed(replace(found, memory=memory, scored=[other]))
-        row = next(line for line in text.splitlines() if "│ ~" in line)
-        return row.rstrip("│ ").rpartition("│")[2].strip() or "-"
-
-    assert [verdict(memory) for memory in (low - 1, low, high - 1, high)] == [
-        "too large",
-        "uncertain",
-        "uncertain",
-        "-",
-    ]
-    other = replace(other, compared=False)
-    assert verdict(high) == "uncertain", "no step of these sizes was compared"
-    remedy = {
-        "change": "--key 2",
-        "peak_bytes": 100,
-        "range": (85, 117),
-        "fits": False,
-        "compiled": False,
-        "step_time": 1,
-        "certain": False,
-    }
-    for memory, changes, text in (
-        (84, {}, "does not fit"),
-        (90, {}, "uncertain (85 B to 117 B)"),
-        (110, {"fits": True}, "uncertain (85 B to 117 B)"),
-        (117, {"fits": True, "certain": True}, "fits"),
-        (117, {"fits": True}, "uncertain (85 B to 117 B)"),
-        (99, {"compiled": True}, "does not fit"),
-    ):
-        written = StringIO()
-        print_remedies([remedy | changes], memory, Console(file=written, width=110))
-        by = " (compiled)" if changes.get("compiled") else ""
-        assert f"  100 B{by}, {text}; 1.00 times the step time: --key 2\n" in written.getvalue()
-
-
-def test_remedies_of_a_search_are_compiled():
-    """On a chip that another mesh fits; what is estimated to fit and does not is told so."""
-    tight = replace(TARGET, chip=replace(chip("v5e"), memory_bytes=700_000))
+def test_a_remedy_is_what_the_compiler_says_fits():
+    """On a chip that another mesh fits; of a kind no more is compiled once a change fits."""
+    tight, lines = replace(TARGET, chip=replace(chip("v5e"), memory_bytes=700_000)), []
     plan = plan_step(CONFIG, 257, tight, MEMORY)
-    first, *others = _Compiler(plan.setup, 257, tight, SearchOptions(None, None, str)).remedies(plan)
-    assert first.change == "--mesh.replica 1 --mesh.data 4"
-    assert (first.fits, first.compiled) == (True, True)
+    found = remedies(plan, Compiler(257, tight, None, None, lines.append))
+    first = found[0]
+    assert first.fits
     assert first.peak_bytes <= 700_000
-    assert not any(each.fits and not each.compiled for each in others)
+    options = [
+        f"--{key}={value}" for key, value in zip(*[iter(first.change.replace("--", "").split())] * 2, strict=True)
+    ]
+    again = plan_step(config_of("--model.layers=2", "--batch.size=8", *options), 257, tight, MEMORY)
+    assert again.memory.peak == first.peak_bytes
+    assert len(lines) == len({*lines}), "nothing is compiled twice"
 
 
 def test_a_pipeline_is_searched_by_its_own_keys():
     """Stages and repeats that divide 4 layers, and microbatches that divide the rows."""
     stages = ["--model.layers=4", "--mesh.stage=2", "--mesh.model=1", "--batch.size=16", "--pipeline.repeats=2"]
     setup = setup_for(config_of(*stages), 257, TARGET)
-    found, left_out = all_candidates(setup, 257, TARGET, None)
+    left_out = Counter()
+    found = all_candidates(setup, 257, TARGET, left_out)
     sizes = {tuple(each.candidate[key] for key in ("mesh.stage", "pipeline.repeats")) for each in found}
     assert sizes == {(2, 1), (2, 2), (4, 1)}
     assert candidate_of(setup) in {each.candidate for each in found}
@@ -186,35 +159,64 @@ def test_what_is_not_possible_is_left_out_with_its_reason(monkeypatch):
 
     monkeypatch.setattr("gregale.programs.plan.candidates.execution", refuse)
     left_out = Counter()
-    weighed = scored_candidates(setup_for(CONFIG, 257, TARGET), TARGET, None, left_out)
+    found = ranked_candidates(setup_for(CONFIG, 257, TARGET), Bounds(257, TARGET), left_out)
     assert left_out == {"compute.remat is offload: not here.": 2 * 2}
-    assert len(weighed) == 5 * 2 * 2
+    assert len(found) == 5 * 2 * 2
 
 
 def test_what_is_asynchronous_inside_a_slice_is_hidden(found):
     """As far as there is compute; between slices nothing is."""
     plan = plan_step(found.best.candidate.of(CONFIG), 257, TARGET, MEMORY)
     bound = plan.roofline(None)
-    assert scheduled_seconds(plan, None) == pytest.approx(bound.one_after_another), "nothing is, on simulated devices"
+    assert plan.seconds(None) == pytest.approx(bound.one_after_another), "nothing is, on simulated devices"
     moving = Audit(tuple(replace(each, is_async=True) for each in plan.step.audit.collectives))
     hidden = replace(plan, programs={"step": replace(plan.step, audit=moving)})
     longest = max(bound.compute, bound.memory, bound.links[INSIDE])
-    assert scheduled_seconds(hidden, None) == pytest.approx(longest + bound.links[BETWEEN])
+    assert hidden.seconds(None) == pytest.approx(longest + bound.links[BETWEEN])
 
 
-def test_one_that_takes_more_than_what_does_not_fit_is_not_asked_about():
-    compiler = _Compiler(setup_for(CONFIG, 257, TARGET), 257, TARGET, SearchOptions(None, None, str))
+def ranked(mesh: dict[str, int], seconds: float, **more) -> RankedCandidate:
+    settings = {"mesh.context": 1, "mesh.model": 1, **{f"mesh.{axis}": size for axis, size in mesh.items()}}
+    settings |= {"batch.microbatches": more.pop("microbatches", 1), "compute.remat": more.pop("remat", "full")}
+    return RankedCandidate(Candidate(tuple(settings.items())), seconds, more.pop("bytes", 1), **more)
 
-    def weighed(microbatches: int, seconds: float, remat="full", fits: bool | None = None) -> ScoredCandidate:
-        candidate = Candidate((("compute.remat", remat), ("batch.microbatches", microbatches)))
-        return ScoredCandidate(candidate, 1, seconds, (1, 1), False, fits=fits, seconds=seconds)
 
-    two = weighed(2, 2.0, fits=False)
-    compiler.answers[two.candidate] = two
-    assert not compiler.is_worth(two)
-    assert not compiler.is_worth(weighed(1, 1.0))
-    assert compiler.is_worth(weighed(4, 3.0))
-    assert compiler.is_worth(weighed(1, 1.0, "context"))
-    compiler.answers[two.candidate] = replace(two, fits=True)
-    assert not compiler.is_worth(weighed(4, 3.0)), "slower than what fits"
-    assert compiler.is_worth(weighed(1, 1.0))
+def test_what_a_mesh_adds_is_expected_of_those_that_split_more():
+    known = _Known(setup_for(CONFIG, 257, TARGET), Compiler(257, TARGET, None, None, str))
+    one, two, four, other = (ranked(mesh, 1.0) for mesh in ({}, {"model": 2}, {"model": 4}, {"context": 2}))
+    known.answers = {each.candidate: each for each in (replace(two, seconds=1.5, fits=True, peak=2),)}
+    assert [each.candidate for each in known.most_promising([four, other, one])] == [four.candidate]
+    known.answers |= {one.candidate: replace(one, seconds=1.2, fits=True, peak=2)}
+    assert known.most_promising([four, other])[0].candidate == other.candidate
+    known.answers |= {other.candidate: replace(other, seconds=1.1, fits=True, peak=2)}
+    assert known.most_promising([four]) == [], "three fit, and it promises no more"
+    assert known.most_promising([ranked({}, 0.8, microbatches=2)]) != []
+
+
+def test_what_may_not_fit_comes_last():
+    known = _Known(setup_for(CONFIG, 257, TARGET), Compiler(257, TARGET, None, None, str))
+    huge, small = ranked({}, 1.0, bytes=TARGET.memory_bytes + 1), ranked({}, 2.0)
+    assert known.most_promising([huge, small]) == [small]
+    refused = replace(ranked({}, 1.5, microbatches=2), fits=False, seconds=1.5, peak=1)
+    known.answers = {refused.candidate: refused}
+    saves_more, recomputes = ranked({}, 1.2, remat="none"), ranked({}, 1.7)
+    assert known.most_promising([saves_more, recomputes]) == [recomputes]
+    assert known.most_promising([saves_more]) == [saves_more], "nothing is left out, while not enough fit"
+
+
+def test_of_steps_as_fast_the_configured_one_is_the_best():
+    known = _Known(setup_for(CONFIG, 257, TARGET), Compiler(257, TARGET, None, None, str))
+    own, other = (
+        replace(each, seconds=each.bound_seconds, fits=True) for each in (ranked({}, 1.005), ranked({"model": 2}, 1))
+    )
+    known.answers = {each.candidate: each for each in (own, other)}
+    assert known.best(own.candidate) == own
+    known.answers[own.candidate] = replace(own, seconds=1.02)
+    assert known.best(own.candidate) == other
+
+
+def test_several_calls_run_at_once_and_an_error_is_raised():
+    both = Barrier(2, timeout=60)
+    assert at_once([lambda: both.wait() >= 0, lambda: both.wait() >= 0, lambda: 3], 2) == [True, True, 3]
+    with pytest.raises(UserError, match="no devices"):
+        at_once([lambda: 1, lambda: (_ for _ in ()).throw(UserError("no devices"))], 2)

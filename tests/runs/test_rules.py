@@ -24,7 +24,7 @@ BASE = {
 }
 TUNED, NOTHING = "--start_from x --adapter.rank 2", "--data.held_out 0"
 EXPERTS = f"{TUNED} --model.experts '{{count: 4, active: 2, width: 16}}' --adapter.targets '[query, expert_gate]'"
-MIXER, AUTO = "--plugins '[causal_mixer]' --model.type causal_mixer", "--mapping.compute.experts auto"
+MIXER = "--plugins '[causal_mixer]' --model.type causal_mixer"
 DPO = (
     "--start_from x --objective.type dpo --data.sources.words '{type: chat, form: pairs, packing: pad, files: [none]}'"
 )
@@ -57,10 +57,6 @@ REFUSED = [  # in the order of the rules: arguments, and what the message has be
     (f"{PIPELINE} --compute.gather per_step", "compute.gather is per_step"),
     (f"{PIPELINE} --mapping.params.embed null", "mapping.params.embed is null"),
     (f"{PIPELINE} --mapping.compute.experts data", "mapping.compute.experts is [data]"),
-    (f"{ORPO} {AUTO}", "mapping.compute.experts is [auto] (on the command line) and objective.type is orpo"),
-    (f"{EXPERTS} {AUTO}", "adapter.targets is [query, expert_gate]"),
-    (f"{AUTO} --mapping.params.embed null", "mapping is set"),
-    (f"{MIXER} {AUTO}", "model.type is causal_mixer"),
     ("--mesh.replica 4 --mesh.stage 2", "mesh.stage is 2 and pipeline is null"),
     (f"{STAGES} --mesh.context 2 --mesh.replica 2 --batch.sequence_length 16", "mesh.context is 2 and pipeline is set"),
     (f"{MIXER} --mesh.context 2 --mesh.replica 4 --batch.sequence_length 16", "model.type is causal_mixer"),

@@ -417,7 +417,7 @@ MAPPINGS = ("compute", "params", "opt_state")
 TENSOR_PARALLEL = ("heads", "kv_heads", "mlp", "vocab")
 BETWEEN_REPLICAS = (ISLAND, REPLICA)
 MeshAxes = list[str] | str | None
-EXCHANGED, AUTO = "data", "auto"  # of experts in `compute`; auto: closed forms choose
+EXCHANGED, AUTO = "data", "auto"  # of experts in `compute`; auto: their bytes choose
 
 
 @dataclass(frozen=True)
@@ -447,13 +447,6 @@ class MappingConfig(Settings):
     @property
     def is_default(self) -> bool:
         return self == MappingConfig()
-
-    @property
-    def has_closed_forms(self) -> bool:
-        """Return whether the closed forms of memory and time are for this mapping: only experts may lie elsewhere."""
-        others = {name: axes for name, axes in self.compute.items() if name != EXPERTS}
-        place = mesh_axes_of(self.compute.get(EXPERTS) or ())
-        return replace(self, compute=others).is_default and place in ((), (EXCHANGED,), (AUTO,))
 
     @property
     def leaves_experts_open(self) -> bool:

@@ -222,7 +222,6 @@ def chunks_reached(chunk: int, devices: int, window: int | None) -> int | None:
 
 SHARE = 1.5  # rows of a round to a device, over an even share
 MULTIPLE = 8  # of these rows
-FURTHER_ROUNDS = "further_rounds"  # scope of the loop over rounds after the first: with even routing it never runs
 
 
 def rows_to_a_device(pairs: int, devices: int) -> int:

@@ -27,7 +27,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gregale.axes.layout import REPLICA, Layout, Tree, is_layers, is_named
 from gregale.codecs.codec import Codec, FloatCodec, QuantisedArray, ReduceConfig, load, next_error, store, stored_block
 from gregale.communication.reduce import ExactReducer, ShardedLeaf, leaves_of
-from gregale.cost.traffic import FLOAT32, Transfer
 
 
 class ErrorState(NamedTuple):
@@ -373,55 +372,48 @@ class QuantisedReducer:
         run = layout.shard_map(on_device, (specs,), PartitionSpec())
         return jnp.sqrt(run([self._array(x) for x in _leaves(reduced)]))
 
-    # The traffic in closed form, from the codecs' own bytes: an all-to-all's operand, an all-gather's result.
+    # Bytes that a device sends over the axis, by the codecs' own sizes.
 
-    def reduce_transfers(self, tree: Tree) -> list[Transfer]:
-        """Return the transfers of `reduce` for a tree of arrays without the axis."""
+    def bytes_sent(self, tree: Tree) -> int:
+        """Return the bytes that a device sends over `axis` to reduce and gather a tree, without totals and norm.
+
+        - `tree`: arrays without the axis, or their abstract forms
+        """
+        return self._share(sum(self._phases(tree)) + self._messages_to_gather(tree))
+
+    def reduce_bytes(self, tree: Tree) -> int:
+        """Return the part of `bytes_sent` that `reduce` sends."""
+        return self._share(sum(self._phases(tree)))
+
+    def gather_bytes(self, tree: Tree) -> int:
+        """Return the part of `bytes_sent` that `all_gather_params` sends."""
+        return self._share(self._messages_to_gather(tree))
+
+    def _share(self, size: int) -> int:
+        return (self.lanes - 1) * size // self.lanes
+
+    def _phases(self, tree: Tree) -> tuple[int, ...]:
+        """Return the bytes of all lanes' messages of `reduce`: both phases, scalars, and flags of finiteness."""
         leaves = leaves_of(tree, self.layout, self.axis, replicated=False)
         arrays, config = [leaf for leaf in leaves if not leaf.exact], self.config
         first = self._message_bytes(config.first_codec(), arrays)
         second = self._message_bytes(config.second_codec(), [leaf for leaf in arrays if leaf.split is None])
         scalars = self.lanes * EXACT.message_bytes(len(leaves) - len(arrays))
-        return [
-            Transfer("first phase", "all-to-all", (self.axis,), first),
-            Transfer("second phase", "all-gather", (self.axis,), second),
-            Transfer("scalars", "all-gather", (self.axis,), scalars),
-            *self._finite_transfers((config.codec, first), (config.gather_codec, second)),
-        ]
+        return first, second, scalars, self._flags((config.codec, first), (config.gather_codec, second))
 
-    def gather_transfers(self, tree: Tree) -> list[Transfer]:
-        """Return the transfers of `all_gather_params` for a tree of arrays without the axis."""
+    def _messages_to_gather(self, tree: Tree) -> int:
+        """Return the bytes of all lanes' messages of `all_gather_params`, with their flags of finiteness."""
         leaves = leaves_of(tree, self.layout, self.axis, replicated=False)
         second = self._message_bytes(self.config.second_codec(), [leaf for leaf in leaves if leaf.split is not None])
-        finite = self._finite_transfers((self.config.gather_codec, second))
-        return [Transfer("second phase", "all-gather", (self.axis,), second), *finite]
+        return second + self._flags((self.config.gather_codec, second))
 
-    def measure_transfers(self, totals: int) -> list[Transfer]:
-        """Return the transfers for the total of some scalars, and for a norm."""
-        return [
-            Transfer("totals", "all-gather", (self.axis,), totals * FLOAT32 * self.lanes),
-            Transfer("norm", "all-gather", (self.axis,), FLOAT32 * self.lanes),
-            Transfer("norm", "all-reduce", self.fast_axes, FLOAT32),
-        ]
-
-    def bytes_sent(self, tree: Tree) -> int:
-        """Return the bytes that a device sends over `axis` to reduce and gather a tree, without totals and norm."""
-        transfers = [*self.reduce_transfers(tree), *self.gather_transfers(tree)]
-        return (self.lanes - 1) * sum(each.bytes for each in transfers if each.axes == (self.axis,)) // self.lanes
+    def _flags(self, *phases: tuple[str, int]) -> int:
+        """Return the bytes of flags of finiteness, one of each lane in a phase (codec, bytes) with feedback."""
+        own = self.config.feedback is not None
+        return self.lanes * sum(own and codec != "none" and sent > 0 for codec, sent in phases)
 
     def _message_bytes(self, codec: Codec, leaves: list[ShardedLeaf]) -> int:
         return self.lanes * sum(codec.message_bytes(leaf.piece_size) for leaf in leaves)
-
-    def _finite_transfers(self, *phases: tuple[str, int]) -> list[Transfer]:
-        """Return the transfers of finiteness flags of phases (name of the codec, bytes) with feedback.
-
-        A flag is a number inside a replica, and a byte from each replica over the axis.
-        """
-        flags = sum(self.config.feedback is not None and codec != "none" and sent > 0 for codec, sent in phases)
-        return [
-            Transfer("finite", "all-gather", (self.axis,), self.lanes * flags),
-            Transfer("finite", "all-reduce", self.fast_axes, FLOAT32 * flags),
-        ]
 
     @property
     def lanes(self) -> int:

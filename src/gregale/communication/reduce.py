@@ -67,12 +67,30 @@ class ExactReducer:
 
         - `tree`: named or plain arrays without the axis, or their abstract forms
         """
-        layout, n, total = self.layout, self.layout.axis(self.axis).size, 0
+        return self._share(2 * sum(self._shards(tree)))
+
+    def reduce_bytes(self, tree: Tree) -> int:
+        """Return the part of `bytes_sent` that `reduce` sends: twice (n - 1) / n of what the axis does not split."""
+        split, others = self._shards(tree)
+        return self._share(split + 2 * others)
+
+    def gather_bytes(self, tree: Tree) -> int:
+        """Return the part of `bytes_sent` that `all_gather_params` sends."""
+        return self._share(self._shards(tree)[0])
+
+    def _share(self, size: int) -> int:
+        n = self.layout.axis(self.axis).size
+        return (n - 1) * size // n
+
+    def _shards(self, tree: Tree) -> tuple[int, int]:
+        """Return the bytes of a device's float32 shards without the axis: of arrays that it splits, and of others."""
+        layout, found = self.layout, [0, 0]
         for leaf in jax.tree.leaves(tree, is_leaf=is_named):
             axes = leaf.axes if isinstance(leaf, NamedArray) else ()
             finest = {*layout.mesh_axes(axes, layout.params), *layout.mesh_axes(axes, layout.opt_state)}
-            total += 4 * leaf.size // prod(layout.mesh.shape[name] for name in finest - {self.axis})
-        return 2 * (n - 1) * total // n
+            shard = 4 * leaf.size // prod(layout.mesh.shape[name] for name in finest - {self.axis})
+            found[self.axis not in finest] += shard
+        return found[0], found[1]
 
 
 def reduce_replicas(sums: Tree, weight: jax.Array | int, layout: Layout, axis: str = REPLICA) -> Tree:

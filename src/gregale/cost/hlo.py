@@ -21,6 +21,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from gregale.scopes import times_of
+
 _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.*-> .*)?\{\s*$")
 _NAME = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
 _OPCODE = re.compile(r"\s*([\w\-]+)\(")
@@ -456,8 +458,9 @@ def read_loop(module: Module, loop: Instruction, frame: Frame, given: Mapping[st
     - `module`: the program.
     - `loop`: the `while`.
     - `frame`: the computation with the `while`, and its call path.
-    - `given`: counts for loops whose count is neither printed nor derivable, by the loop's printed name or by a part
-      of its own scope (`microbatches` for `jit(step)/microbatches/while`, not for a loop inside that one).
+    - `given`: counts for loops whose count is neither printed nor derivable, nor told by `gregale.scopes`, by the
+      loop's printed name or by a part of its own scope (`microbatches` for `jit(step)/microbatches/while`, not for a
+      loop inside that one).
     """
     scope = _scope(module, loop)
     printed = loop.attribute(_TRIPS_PRINTED)
@@ -465,6 +468,7 @@ def read_loop(module: Module, loop: Instruction, frame: Frame, given: Mapping[st
     if times is None:
         own_parts = {loop.name, *scope.rpartition("/body/")[2].split("/")}
         times = next((count for key, count in given.items() if key in own_parts), None)
+        times = times_of("/".join(own_parts)) if times is None else times
     return Loop(loop.name, scope, times)
 
 

@@ -11,11 +11,11 @@ they multiply each block of rows once for each expert that has some of them.
 
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from math import inf, log2, prod
+from typing import Any
 
 from gregale.cost.chips import Chip
 from gregale.cost.hlo import Computation, Instruction, Shape
@@ -155,6 +155,21 @@ def kernel_of(computation: Computation, instruction: Instruction) -> Kernel | No
     return Kernel(found[0], block, head_size, pairs)
 
 
+def attention_flops(equation: Any) -> float | None:
+    """Return the FLOPs of an attention kernel in a jaxpr; None for other kernels.
+
+    Of blocks that the mask hides in part it computes about half: parts of them that are hidden it leaves out.
+    """
+    given, name = equation.params, equation.params["name"] or ""
+    found = _KERNEL.search(name)
+    if found is None or not given["metadata"]:
+        return None
+    counts = json.loads(given["metadata"]["xprof_metadata"])
+    size = next(each.aval.shape[-1] for each in equation.invars if len(each.aval.shape) == 4)
+    blocks = counts["whole"] + (counts["diagonal"] + counts["edge"]) / 2
+    return 2 * PRODUCTS[found[0]] * blocks * counts["block_q"] ** 2 * size
+
+
 def quantising_of(computation: Computation, instruction: Instruction) -> Quantising | None:
     """Return the kernel that an instruction calls to quantise an array; None for other instructions."""
     found = _QUANTISING.search(instruction.op_name)
@@ -190,9 +205,3 @@ def _table() -> dict[str, dict[str, list[int]]]:
 def wide(shape: Shape) -> bool:
     """Return whether a shape is [..., heads, position, head_size], and not a mask, block numbers or scratch."""
     return len(shape.sizes) >= 3 and shape.dtype.startswith(("bf", "f"))
-
-
-def visible(positions: int, windows: Sequence[int | None]) -> float:
-    """Return the mean over windows of a causal mask's visible pairs: sum of min(i, window) for i to positions."""
-    reaches = [min(positions, window or positions) for window in windows]
-    return sum(reach * (reach + 1) / 2 + (positions - reach) * reach for reach in reaches) / len(reaches)

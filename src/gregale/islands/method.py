@@ -45,14 +45,13 @@ from gregale.communication.quantised import (
     updated,
 )
 from gregale.communication.reduce import ShardedLeaf, all_gather_params, leaves_of
-from gregale.cost.estimate import ParameterShape
 from gregale.errors import UserError
 from gregale.methods.config import DilocoConfig, MethodContext, Methods, SyncConfig
 from gregale.methods.diloco import mixed_with, pseudo_gradient
 from gregale.methods.method import Inspected, Limits, Method, Probe, PsdpState, SpikesConfig, StepMetrics
 from gregale.methods.psdp import Psdp
 from gregale.methods.schedule import Fragment, Schedule, errors_per_fragment
-from gregale.methods.traffic import PsdpTraffic
+from gregale.methods.traffic import Traffic
 from gregale.model.config import CompilerOptions
 
 
@@ -305,8 +304,8 @@ class Island(Method):
     def trees(self, state: IslandState) -> dict[str, Tree]:
         return self.inner.trees(state.psdp)
 
-    def traffic(self, step: ParameterShape) -> PsdpTraffic:
-        return self.inner.traffic(step)
+    def traffic(self) -> Traffic:
+        return self.inner.traffic()
 
 
 def as_island(method: Method) -> Island:

@@ -9,7 +9,7 @@ import jax
 
 from gregale.axes.layout import with_shardings
 from gregale.cost.chips import GBIT
-from gregale.cost.estimate import bytes_on_device
+from gregale.cost.memory import bytes_on_device
 from gregale.cost.roofline import Roofline
 from gregale.islands.config import IslandsConfig
 from gregale.islands.method import Island
@@ -94,8 +94,8 @@ class IslandTraffic(JoiningCosts):
         """
         return max(self._on_device(index) for index in self._fragments)
 
-    def to_dict(self, bound: Roofline | None, gbit_per_second: float | None) -> dict[str, Any]:
-        schedule, seconds = self.island.schedule, None if bound is None else bound.overlapped
+    def to_dict(self, bound: Roofline, gbit_per_second: float | None) -> dict[str, Any]:
+        schedule, seconds = self.island.schedule, bound.overlapped
         asked = () if gbit_per_second is None else (gbit_per_second,)
         links: list[float] = sorted({*SHOWN_GBIT_PER_SECOND, *asked})
         return {
@@ -111,8 +111,8 @@ class IslandTraffic(JoiningCosts):
             "device_bytes": self.device_bytes(),
             "device_bytes_in_flight": self.device_bytes_in_flight(),
             "step_seconds": seconds,
-            "hidden_gbit_per_second": None if seconds is None else self._hidden(seconds),
-            "links": {} if seconds is None else {f"{link:g}": self._at(link, seconds) for link in links},
+            "hidden_gbit_per_second": self._hidden(seconds),
+            "links": {f"{link:g}": self._at(link, seconds) for link in links},
         }
 
     def _at(self, gbit_per_second: float, step_seconds: float) -> dict[str, float]:
@@ -185,12 +185,9 @@ def print_costs(island: dict[str, Any], console: Console) -> None:
         ("error feedback, on a device", size(island["device_bytes"])),
         ("a round, on a device, at most", size(island["device_bytes_in_flight"])),
     ]
-    if island["step_seconds"] is not None:
-        rows.append(("no step waits from", "no link" if hidden is None else f"{hidden:.3g} Gbit/s"))
+    rows.append(("no step waits from", "no link" if hidden is None else f"{hidden:.3g} Gbit/s"))
     hosts = f", {island['hosts']} hosts each" if island["hosts"] > 1 else ""
     print_table(console, f"One host of one of {island['members']} islands{hosts}", ("", ""), rows)
-    if island["step_seconds"] is None:
-        return
     rows = [
         (link, f"{each['round_seconds']:.3g} s", f"{each['utilisation']:.1%}") for link, each in island["links"].items()
     ]

@@ -49,7 +49,6 @@ from gregale.islands.transport.server import Endpoint, Server
 from gregale.islands.transport.tls import NEW_KEY, read_credentials
 from gregale.methods.schedule import Schedule
 from gregale.programs.command import Command
-from gregale.programs.plan.estimates import abstract_batch
 from gregale.programs.runtime.memory import check_program
 from gregale.programs.runtime.setup import Setup
 from gregale.programs.runtime.trained_model import FrozenSource, spike_window
@@ -598,6 +597,6 @@ def compilations(stage: PreparedStage) -> Iterator[tuple[str, Callable[[], Any]]
     """Yield what each program of a stage is of, and a function that compiles it from shapes alone."""
     setup, island = stage.setup, island_of(stage.setup)
     state = setup.abstract_state()
-    yield from zip(repeat(OF_A_STEP), stage.stepper(island).compilations(state, abstract_batch(setup), [1]))
+    yield from zip(repeat(OF_A_STEP), stage.stepper(island).compilations(state, setup.abstract_batch, [1]))
     yield from zip(repeat("a round"), island.compilations(state.method))
     yield from zip(repeat(OF_AN_EVALUATION), stage.evaluations(island, range(1, setup.config.steps + 1)))

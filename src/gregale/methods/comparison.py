@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass, replace
 
-from gregale.cost.estimate import ParameterShape
+from gregale.axes.parameters import trainable
 from gregale.methods.config import DilocoConfig, MethodContext, StreamingDilocoConfig, SyncConfig
 from gregale.methods.schedule import Schedule
+from gregale.methods.traffic import Traffic
 
 
 @dataclass(frozen=True)
@@ -18,15 +19,12 @@ class Compared:
         """Return H, P and tau; PSDP joins everything in every step."""
         return Schedule(period=1, layers=layers) if self.sync is None else self.sync.schedule(layers)
 
-    def bytes_a_step(self, parts: MethodContext, step: ParameterShape) -> tuple[float, float]:
-        """Return a device's bytes over the slow axis for the parameters: average and maximum of a step.
-
-        For PSDP too, the axis is the one that DiLoCo would join.
-        """
-        traffic = (self.sync or DilocoConfig()).diloco(parts).traffic(step)
+    def traffic(self, parts: MethodContext) -> Traffic:
+        """Return the traffic over the slow axis; for PSDP too, that is the axis that DiLoCo would join."""
+        method = (self.sync or DilocoConfig()).diloco(parts)
         if self.sync is None:
-            return traffic.bytes_if_every_step(), traffic.bytes_if_every_step()
-        return traffic.bytes_a_step()
+            return Traffic.of_every_step(method.outer_store.reducer, trainable(method.inner.model))
+        return method.traffic()
 
 
 def compared(sync: SyncConfig, layers: int, only_layers: bool = False) -> dict[str, Compared]:

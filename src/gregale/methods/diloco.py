@@ -20,7 +20,7 @@ from gregale.axes.parameters import buffers_of, layer_order, trainable
 from gregale.codecs.codec import ReduceConfig
 from gregale.communication.quantised import QuantisationLoss, QuantisedReducer
 from gregale.communication.reduce import ExactReducer, all_gather_params, reduce_replicas
-from gregale.cost.estimate import ParameterShape, bytes_on_device
+from gregale.cost.memory import bytes_on_device
 from gregale.errors import UserError
 from gregale.methods.method import (
     Actions,
@@ -36,7 +36,7 @@ from gregale.methods.method import (
 )
 from gregale.methods.psdp import Psdp
 from gregale.methods.schedule import FRAGMENT, Fragment, Schedule, errors_per_fragment, fragments_alike, per_fragment
-from gregale.methods.traffic import DilocoTraffic
+from gregale.methods.traffic import Traffic
 from gregale.optim.config import Optimizer
 
 
@@ -799,8 +799,8 @@ class Diloco(PerReplicaMethod):
             "outer_optimizer": outer.optimizer,
         }
 
-    def traffic(self, step: ParameterShape) -> DilocoTraffic:
-        return DilocoTraffic(self.schedule, self.outer_store.reducer, self.outer_layout, step)
+    def traffic(self) -> Traffic:
+        return Traffic.of_schedule(self.schedule, self.outer_store.reducer, trainable(self.inner.model))
 
     def eval_model(self, state: DilocoState) -> Tree:
         """Return the model to evaluate: with the outer parameters, the plain average, or the first replica's."""

@@ -14,9 +14,8 @@ from jax.sharding import PartitionSpec
 
 from gregale.axes.layout import Layout, Tree, is_layers, is_named
 from gregale.communication.reduce import further_splits, own_part
-from gregale.cost.estimate import ParameterShape
 from gregale.errors import UserError
-from gregale.methods.traffic import DilocoTraffic, PsdpTraffic
+from gregale.methods.traffic import Traffic
 from gregale.settings import Settings, above, setting, whole
 
 
@@ -267,9 +266,8 @@ class Method(ABC):
     def trees(self, state: Tree) -> dict[str, Tree]:
         """Return the trees of a state by name: `parameters`, `optimizer`, and the method's own."""
 
-    def traffic(self, step: ParameterShape) -> PsdpTraffic | DilocoTraffic | None:
-        """Return the method's traffic in closed form, for parameters of these sizes; None if it has no closed form."""
-        del step
+    def traffic(self) -> Traffic | None:
+        """Return the method's kinds of steps and its traffic; None: `plan` compiles the first steps to know them."""
         return None
 
     def quantisation_loss(self, state: Tree, batch: Tree) -> Any:

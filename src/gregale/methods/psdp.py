@@ -15,9 +15,8 @@ from gregale.axes.parameters import buffers_of, frozen_of, holding, static_of, t
 from gregale.codecs.codec import ReduceConfig
 from gregale.communication.quantised import QuantisationLoss, QuantisedReducer, Reducer
 from gregale.communication.reduce import Accumulated, ExactReducer, accumulate, cut_layers, joined_layers
-from gregale.cost.estimate import ParameterShape
 from gregale.methods.method import Inspected, Limits, Method, Probe, PsdpState, SpikesConfig, StepMetrics, inspected
-from gregale.methods.traffic import PsdpTraffic
+from gregale.methods.traffic import Traffic
 from gregale.model.losses import Losses
 from gregale.optim.config import Optimizer
 
@@ -253,8 +252,8 @@ class Psdp(Method):
     def trees(self, state: PsdpState) -> dict[str, Tree]:
         return {"parameters": state.parameters, "optimizer": (state.sharded, state.gathered)}
 
-    def traffic(self, step: ParameterShape) -> PsdpTraffic:
-        return PsdpTraffic(self.reducer, self.model, step)
+    def traffic(self) -> Traffic:
+        return Traffic.of_every_step(self.reducer, trainable(self.model))
 
     def eval_model(self, state: PsdpState) -> Tree:
         return self.model_with(self.layout.constrain(state.parameters, self.layout.params), state.buffers)

@@ -2,7 +2,7 @@
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple, Self, cast
 
@@ -50,29 +50,6 @@ class ModelMethods(NamedTuple):
         return cls(*(getattr(model, name, None) for name in cls._fields))
 
 
-class DecoderSizes(NamedTuple):
-    """The sizes from which the closed forms of a decoder's memory, time and traffic follow.
-
-    - `windows`: of each layer, the keys that a query sees at most; None: all earlier ones
-    - `norms_after`: the outputs of both halves of a layer are normalised
-    - `norms_over_heads`: queries are normalised over all heads together, and keys
-    - `active`: experts of a token; 0 for layers without experts
-    - `balance_terms`: names of the terms of the loss that balance experts
-    - `z_loss`: the loss has a z-loss
-    """
-
-    layers: int
-    heads: int
-    kv_heads: int
-    head_size: int
-    windows: Sequence[int | None]
-    norms_after: bool = False
-    norms_over_heads: bool = False
-    active: int = 0
-    balance_terms: Sequence[str] = ()
-    z_loss: bool = False
-
-
 @dataclass(frozen=True)
 class ModelConfig(Settings, draccus.ChoiceRegistry):
     """The choice of a model architecture by `type`.
@@ -104,10 +81,6 @@ class ModelConfig(Settings, draccus.ChoiceRegistry):
         - `Vocab`: the padded vocabulary
         """
         raise TypeError(f"{type(self).__name__} makes no model; choose one by its type")
-
-    def closed_form_sizes(self) -> DecoderSizes | None:
-        """Return the sizes for closed forms; None for a model that has none: `gregale plan` then only compiles."""
-        return None
 
     def split_axes(self) -> dict[str, tuple[str, Axis]]:
         """Return configuration key -> (meaning, axis) of every axis that a mesh may split, except the vocabulary."""
@@ -681,21 +654,6 @@ class DecoderConfig(Sizes):
     @property
     def scalings(self) -> tuple[Scaling, ...]:
         return () if self.parametrisation is None else self.parametrisation.scalings(self)
-
-    def closed_form_sizes(self) -> DecoderSizes | None:
-        kinds = self.kinds
-        return DecoderSizes(
-            layers=self.layers,
-            heads=self.heads,
-            kv_heads=self.KvHeads.size,
-            head_size=self.HeadSize.size,
-            windows=[kinds[kind].window for kind in self.kind_numbers],
-            norms_after=self.norms != "before",
-            norms_over_heads=self.qk_norm and self.qk_norm_over == "heads",
-            active=0 if self.experts is None else self.experts.active,
-            balance_terms=() if self.experts is None else self.experts.balance.terms,
-            z_loss=self.z_loss > 0,
-        )
 
     @property
     def logits(self) -> Logits:

@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec
 
 from gregale.axes.gather import scattered
 from gregale.axes.layout import BATCH, EMBED, EXPERTS, POSITION, ROUTER, SHARED_GATE, Layout, unmapped_if_one
-from gregale.axes.parameters import FURTHER_ROUNDS, Buffer, rows_to_a_device
+from gregale.axes.parameters import Buffer, rows_to_a_device
 from gregale.model.adapters import ExpertMatrices
 from gregale.model.config import BALANCE, MLP_TARGETS, DecoderConfig, ExpertsConfig, Z
 from gregale.model.execution import Execution
@@ -39,6 +39,7 @@ from gregale.model.kernels.operations import GATED
 from gregale.model.kernels.quantised import EightBits
 from gregale.model.layers import Mlp
 from gregale.model.losses import Losses
+from gregale.scopes import FURTHER_ROUNDS
 
 
 class Sent(NamedTuple):

@@ -16,11 +16,11 @@ from gregale.axes.parameters import loss_blocks
 from gregale.model.execution import Execution
 from gregale.model.kernels.operations import capped
 from gregale.model.losses import Logits
+from gregale.scopes import AGAIN
 
 ALL = Logits()
 SAMPLE = 128  # columns of the head whose mean logit predicts the size of a row's logits
 RANGE = (1e-20, 1e20)  # sums of exponentials whose terms and inverses are far from both ends of float32
-AGAIN = "largest_logit_again"  # scope of the loop that runs if a sum is out of range: in practice never
 RAISED = 40.0  # of the shift above that mean
 
 

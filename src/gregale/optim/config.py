@@ -11,9 +11,8 @@ import numpy as np
 import optax
 from haliax import NamedArray
 
-from gregale.axes.layout import EMBED, EXPERTS, LORA_RANK, Layout, is_layers, is_named, named_arrays
+from gregale.axes.layout import EMBED, EXPERTS, LORA_RANK, Layout, is_layers, is_named
 from gregale.axes.parameters import has_name, layers_axis, names_of_arrays, trainable
-from gregale.cost.traffic import Transfer, squared_norms
 from gregale.errors import KeyedError, below
 from gregale.model.parametrisation import Scaling
 from gregale.optim.schedules import CosineSchedule, ScheduleConfig
@@ -248,7 +247,7 @@ class OptimizerConfig(Settings, draccus.ChoiceRegistry):
     Weight decay is decoupled from the gradient in all of them (Loshchilov and Hutter, 1711.05101).
 
     A new optimizer is a frozen subclass with `direction`, registered by name and imported in `optim/__init__.py`.
-    One that needs whole matrices also overrides `build`, `transfers`, `update_bytes` and `update_flops`, as Muon does.
+    One that needs whole matrices also overrides `build`, as Muon does.
     """
 
     scales_rates: ClassVar[bool] = False  # whether `Scaling` has the factors of its rates
@@ -302,20 +301,6 @@ class OptimizerConfig(Settings, draccus.ChoiceRegistry):
         decay, rate = self.add_decay(parameters, groups), optax.scale_by_learning_rate(schedule)
         sharded = optax.chain(self.clip(), direction, decay, rate, groups.rates(parameters))
         return replace(Optimizer.of(sharded), learning_rate=schedule)
-
-    def transfers(self, parameters, layout: Layout) -> list[Transfer]:
-        """Return the transfers of an update, in closed form; the arguments are those of `build`."""
-        return [] if self.clip_update_norm is None else squared_norms(named_arrays(parameters), layout)
-
-    def update_bytes(self, parameters, layout: Layout) -> int:
-        """Return a device's memory for `gathered` beside its input updates, in closed form; 0 if negligible."""
-        del parameters, layout
-        return 0
-
-    def update_flops(self, parameters, layout: Layout) -> int:
-        """Return the FLOPs of the matrix products of `gathered` on a device, in closed form; 0 if there are none."""
-        del parameters, layout
-        return 0
 
     def build_schedule(self, peak: float, steps: int) -> optax.Schedule:
         """Return the schedule step -> learning rate of a run of this length."""

@@ -1,6 +1,6 @@
 """Muon: updates of matrices made orthogonal, of each layer and expert by itself."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import ClassVar, NamedTuple
@@ -15,8 +15,6 @@ from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from gregale.axes.layout import Layout, is_named
 from gregale.axes.parameters import has_name, names_of_arrays, trainable
-from gregale.cost.estimate import bytes_on_device
-from gregale.cost.traffic import FLOAT32, Transfer
 from gregale.errors import KeyedError
 from gregale.model.parametrisation import Scaling
 from gregale.optim.config import (
@@ -69,56 +67,6 @@ def orthogonalise(
 
     result = shards(array) if layout is None or not named else layout.shard_map(shards, spec, spec)(array)
     return NamedArray(result, leaf.axis_names) if isinstance(leaf, NamedArray) else result
-
-
-def exchanges(leaf: NamedArray, sides: MatrixAxes, layout: Layout) -> list[Transfer]:
-    """Return the transfers of `orthogonalise` in closed form, the same on every backend: all-to-alls of float32.
-
-    There is one each way for every axis of the matrix that is split, over its mesh axes. With `devices` the product of
-    the sizes of all these mesh axes, and `matrices` the stack on a device, the bytes of each are
-
-        4 * inputs * outputs * ceil(matrices / devices)
-
-    So more devices than matrices do not reduce them: zero matrices fill up the stack.
-    """
-    matrices, inputs, outputs = _iterated_on(leaf, sides, layout)
-    size = FLOAT32 * matrices * inputs * outputs
-    crossed = [
-        tuple(axis for axis in layout.mesh.axis_names if axis in axes) for _, axes in _split(leaf, sides, layout)
-    ]
-    return [Transfer("whole matrices", "all-to-all", axes, size, 2) for axes in crossed]
-
-
-def iteration_bytes(leaf: NamedArray, sides: MatrixAxes, layout: Layout) -> int:
-    """Return a device's bytes for an iteration: matrices before and after it, `x x^T` and its polynomial.
-
-    `4 * 2 * (inputs * outputs + min(inputs, outputs)^2)` for each matrix.
-    """
-    matrices, inputs, outputs = _iterated_on(leaf, sides, layout)
-    return FLOAT32 * 2 * matrices * (inputs * outputs + min(inputs, outputs) ** 2)
-
-
-def iteration_flops(leaf: NamedArray, sides: MatrixAxes, layout: Layout) -> int:
-    """Return a device's FLOPs of an iteration: `a = x x^T` [n, n], `a a`, and a polynomial of both by `x` [n, m].
-
-    With n = min(inputs, outputs) and m the other: `4 n^2 m + 2 n^3` for each matrix, those of zeros too.
-    """
-    matrices, inputs, outputs = _iterated_on(leaf, sides, layout)
-    narrow, wide = sorted((inputs, outputs))
-    return matrices * (4 * narrow**2 * wide + 2 * narrow**3)
-
-
-def _iterated_on(leaf: NamedArray, sides: MatrixAxes, layout: Layout) -> tuple[int, int, int]:
-    """Return the number of whole matrices on a device, some of them zero; their inputs; their outputs."""
-    inputs, outputs = (prod(leaf.resolve_axis(str(axis)).size for axis in side) for side in sides)
-    devices = _devices(layout, [axes for _, axes in _split(leaf, sides, layout)])
-    batch = [axis for axis in leaf.axes if axis.name not in sides.inputs + sides.outputs]
-    stack = prod(axis.size for axis in batch) // _devices(layout, [layout.mesh_axes(batch, layout.params)])
-    return -(-stack // devices), inputs, outputs
-
-
-def _devices(layout: Layout, mesh_axes: Iterable[tuple[str, ...]]) -> int:
-    return prod(layout.mesh.shape[axis] for axes in mesh_axes for axis in axes)
 
 
 def _split(leaf: NamedArray | jax.Array, sides: MatrixAxes, layout: Layout | None) -> list[tuple[int, tuple[str, ...]]]:
@@ -254,27 +202,6 @@ class MuonConfig(OptimizerConfig):
 
     def _of_matrices(self, groups: Groups) -> Groups:
         return replace(groups, rate="spectral" if self.rms is None else "rms")
-
-    def transfers(self, parameters, layout: Layout) -> list[Transfer]:
-        """Return the transfers that gather every matrix inside a replica and spread its update again."""
-        matrices = self._matrices(parameters)
-        return [transfer for leaf, sides in matrices for transfer in exchanges(leaf, sides, layout)]
-
-    def update_bytes(self, parameters, layout: Layout) -> int:
-        """Return the bytes of all matrices' updates, in shards, and of the iterations on the largest parameter."""
-        matrices = self._matrices(parameters)
-        shards = bytes_on_device(layout.abstract([leaf for leaf, _ in matrices], layout.params))
-        return shards + max((iteration_bytes(leaf, sides, layout) for leaf, sides in matrices), default=0)
-
-    def update_flops(self, parameters, layout: Layout) -> int:
-        """Return the FLOPs of the iterations on the whole matrices of a device; every replica repeats them all."""
-        matrices = self._matrices(parameters)
-        return self.iterations * sum(iteration_flops(leaf, sides, layout) for leaf, sides in matrices)
-
-    def _matrices(self, parameters) -> list[tuple[NamedArray, MatrixAxes]]:
-        """Return the named matrices of Muon, which a mesh splits, with their sides."""
-        arrays = [(leaf, names) for leaf, names in names_of_arrays(trainable(parameters)) if is_named(leaf)]
-        return [(leaf, sides) for leaf, names in arrays if (sides := self._sides(leaf, names)) is not None]
 
     def orthogonal(self, leaf: NamedArray | jax.Array, layout: Layout | None):
         """Return `scale * orthogonal(leaf)` for every matrix of a stack."""

@@ -23,11 +23,6 @@ def check(config: Any, layout: Layout | None = None, at: str = CONFIGURATION) ->
         raise Mistakes(found)
 
 
-def lacking(config: Any) -> str | None:
-    """Return a sentence about the closed forms of memory, time and traffic that a run lacks; None: it lacks none."""
-    return next((str(error) for rule in CLOSED_FORMS if (error := rule.mistake(config))), None)
-
-
 def unlike_source(wants_pairs: bool, config: Any, _: Any) -> Found:
     """Find a source whose rows belong together otherwise than the objective takes them."""
     groups = ((group, getattr(config.data, group)) for group in (SOURCES, VALIDATION))
@@ -86,14 +81,6 @@ def other_mixtures(config: Any, layout: Layout) -> Found:
     return {"axis": axis, "replicas": replicas, "mixtures": count} if replicas != count else None
 
 
-FORMS = "the closed forms of memory and time are for "
-# Settings without closed forms of memory, time and traffic, which `gregale plan` and `experts: auto` take.
-CLOSED_FORMS = (
-    Rule("objective.type", FORMS + "next_token and dpo.", "objective.has_closed_forms: false"),
-    Rule("adapter.targets", FORMS + "matrices outside of experts.", "adapter.expert_targets"),
-    Rule("mapping", FORMS + "the default mapping, experts aside.", "mapping.has_closed_forms: false"),
-    Rule("model.type", FORMS + "models with closed_form_sizes.", lambda c, _: c.model.closed_form_sizes() is None),
-)
 RATES = "the rates by the model's size are those of "
 IN_BLOCKS = "{1} would keep the weights of all layers in {compute.dtype}. Set adapter.base to dtype, or {1} to "
 OF_EXPERTS = "adapters of matrices of experts (expert_...) do not take {1}. Leave these out, or set {1} to "
@@ -171,14 +158,6 @@ RULES = (
         "mapping.compute.experts & pipeline",
         "a stage has the experts of its layers gathered. Remove mapping.compute.experts, or pipeline and mesh.stage.",
         "mapping.leaves_experts_open: false",
-    ),
-    *(
-        Rule(
-            f"mapping.compute.experts & {rule.settings}",
-            f"auto takes closed forms, and {rule.text} Set mapping.compute.experts to null (gathered) or to data.",
-            lambda config, _, rule=rule: config.mapping.leaves_experts_open and rule.mistake(config),
-        )
-        for rule in CLOSED_FORMS
     ),
     on_mesh(
         "mesh.stage & pipeline: null",

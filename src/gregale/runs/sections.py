@@ -44,8 +44,8 @@ class JoiningCosts(ABC):
         """Return the maximum of additional memory on a device."""
 
     @abstractmethod
-    def to_dict(self, bound: "Roofline | None", gbit_per_second: float | None) -> dict[str, Any]:
-        """Return all estimates for JSON; without a roofline of the step they have no times.
+    def to_dict(self, bound: "Roofline", gbit_per_second: float | None) -> dict[str, Any]:
+        """Return all estimates for JSON.
 
         - `gbit_per_second`: the requested link of one host, if any
         """

@@ -195,11 +195,6 @@ def compiler_options(given: CompilerOptions, mesh: Mesh, experts: bool = False) 
     return {**defaults, **own} or None
 
 
-def sums_behind(options: CompilerOptions) -> bool:
-    """Return whether a program's options overlap the sums of gradients with the backward pass of the layers below."""
-    return str(options.get(_ASYNC_SUMS[0])).lower() == "true"
-
-
 def check_compiler_options(options: CompilerOptions, mesh: Mesh) -> None:
     """Check the options by compiling a trivial program; raise `UserError` if the compiler rejects the options."""
     number = jax.ShapeDtypeStruct((), "float32", sharding=NamedSharding(mesh, PartitionSpec()))

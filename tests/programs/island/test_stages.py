@@ -13,7 +13,6 @@ from gregale.islands.method import Island
 from gregale.islands.outer import HostOuter
 from gregale.islands.run import compile_programs, moved
 from gregale.islands.state import stage_rounds
-from gregale.programs.plan.estimates import abstract_batch
 from gregale.programs.runtime.build import set_up
 from gregale.programs.runtime.setup import Setup
 from gregale.programs.train.stages import PreparedStage
@@ -78,7 +77,7 @@ def test_a_state_goes_to_the_next_stage_and_its_mesh(monkeypatch):
     compile_programs(stage)
     batch = {
         key: hax.named(jax.device_put(np.ones(each.array.shape, each.array.dtype), each.array.sharding), each.axes)
-        for key, each in abstract_batch(setup).items()
+        for key, each in setup.abstract_batch.items()
     }
 
     def listen(event: str, _: float, **about: str | int) -> None:

@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from gregale.scopes import SUM, runs
+
 LARGEST_BLOCK = 128
 FUSED = 2048  # contracted values, all of which a kernel has in its memory
 
@@ -95,7 +97,13 @@ def product(rows: jax.Array, weights: jax.Array, sizes: jax.Array, transposed: b
         return jax.lax.dynamic_update_slice_in_dim(out, found.astype(out.dtype), own.start, 0)
 
     out = jnp.zeros((filled.shape[0], weights.shape[1 if transposed else 2]), rows.dtype)
-    return jax.lax.fori_loop(0, blocks.used, add, out)[: rows.shape[0]]
+    return _over(blocks, add, out, rows.shape[0] // block)[: rows.shape[0]]
+
+
+def _over(blocks: Blocks, add: Callable[[Any, jax.Array], jax.Array], out: jax.Array, whole: int) -> jax.Array:
+    """Run a function for each block. `whole`: the number of whole blocks, which readers of the program count."""
+    with runs(max(1, whole)):
+        return jax.lax.fori_loop(0, blocks.used, add, out)
 
 
 def weight_gradients(rows: jax.Array, cotangents: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -113,7 +121,7 @@ def weight_gradients(rows: jax.Array, cotangents: jax.Array, sizes: jax.Array) -
         return jax.lax.dynamic_update_index_in_dim(out, before + addend, own.group, 0)
 
     out = jnp.zeros((sizes.shape[0], rows.shape[1], cotangents.shape[1]), jnp.float32)
-    return jax.lax.fori_loop(0, blocks.used, add, out).astype(rows.dtype)
+    return _over(blocks, add, out, rows.shape[0] // block).astype(rows.dtype)
 
 
 def of_groups(values: jax.Array, sizes: jax.Array, rows: int) -> jax.Array:
@@ -130,7 +138,8 @@ def sums_of_groups(rows: jax.Array, sizes: jax.Array) -> jax.Array:
     place, ends = jnp.arange(rows.shape[0])[:, None], jnp.cumsum(sizes)
     held = (place >= ends - sizes) & (place < ends)
     kept = jnp.where(place < ends[-1], rows, 0)
-    sums = jnp.einsum("rg,rn->gn", held.astype(rows.dtype), kept, preferred_element_type=jnp.float32)
+    with jax.named_scope(SUM):
+        sums = jnp.einsum("rg,rn->gn", held.astype(rows.dtype), kept, preferred_element_type=jnp.float32)
     return sums.astype(rows.dtype)
 
 

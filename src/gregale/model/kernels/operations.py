@@ -24,6 +24,7 @@ from gregale.axes.layout import CONTEXT
 from gregale.axes.parameters import chunk_order
 from gregale.model.kernels.grouped import BLOCKED, GroupedProducts
 from gregale.model.kernels.grouped_int8 import BLOCKED_INT8
+from gregale.scopes import sees
 
 # The name of attention's output among a block's intermediates (`jax.ad_checkpoint.checkpoint_name`).
 ATTENTION_NAME = "attention"
@@ -158,14 +159,18 @@ GATED: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
 
 
 def attend(q, k, v, segments, window: int | None, cap: float | None = None, sinks=None) -> jax.Array:
+    with sees(q.shape[1], window):
+        return checkpoint_name(_attend(q, k, v, segments, window, cap, sinks), ATTENTION_NAME)
+
+
+def _attend(q, k, v, segments, window: int | None, cap: float | None, sinks) -> jax.Array:
     if cap is not None or sinks is not None:
-        return checkpoint_name(_attend_with(q, k, v, segments, window, cap, sinks), ATTENTION_NAME)
+        return _attend_with(q, k, v, segments, window, cap, sinks)
     mask = None if segments is None else segments[:, None, :, None] == segments[:, None, None, :]
     local = None if window is None else (window - 1, 0)
-    attended = jax.nn.dot_product_attention(
+    return jax.nn.dot_product_attention(
         q, k, v, mask=mask, is_causal=True, local_window_size=local, implementation="xla"
     )
-    return checkpoint_name(attended, ATTENTION_NAME)
 
 
 def _attend_with(q, k, v, segments, window: int | None, cap: float | None, sinks: jax.Array | None) -> jax.Array:

@@ -1,7 +1,4 @@
-"""Provides settings for a run, with their memory and time in closed form.
-
-They are the candidates that `plan --search` chooses from, and the remedies for a step that does not fit.
-"""
+"""Provides settings for a run: the candidates of `plan --search`, and the changes of a step that does not fit."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -12,18 +9,18 @@ from math import prod
 from typing import Any, NamedTuple
 
 import yaml
+from jax.sharding import Mesh
 
 from gregale.axes.layout import make_mesh, slice_of
 from gregale.communication.pipeline import GATHER_LEVELS, SAVED
 from gregale.communication.reduce import rows_per_part
-from gregale.cost.estimate import Estimate, is_compared
+from gregale.cost.chips import EIGHT_BIT
 from gregale.errors import UserError
-from gregale.methods.traffic import SYNCHRONISE
 from gregale.model.config import GATHER, REMAT
 from gregale.model.execution import TO_HOST, execution
 from gregale.programs.plan.devices import Target
-from gregale.programs.plan.estimates import closed_form_seconds, estimate, has_closed_forms, step_shape, tree_bytes
-from gregale.programs.plan.step import Plan
+from gregale.programs.plan.estimates import parameter_use, tree_bytes
+from gregale.programs.plan.step import step_work
 from gregale.programs.runtime.build import set_up
 from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import TrainConfig
@@ -119,19 +116,15 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class ScoredCandidate:
-    """A candidate with its estimates.
+class RankedCandidate:
+    """A candidate with lower bounds of a step's time and of a device's peak (`Bounds`), and what the compiler says.
 
-    - `closed_form_peak`, `closed_form_seconds`: of a step, see `gregale.programs.plan.estimates`
-    - `closed_form_range`: bytes between which the compiler's peak lies, if steps of these sizes were `compared`
-    - `peak`, `seconds`, `fits`: from the compiled program, see `scheduled_seconds`; None: not compiled
+    - `peak`, `seconds`, `fits`: from the compiled program, see `Plan.seconds`; None: not compiled
     """
 
     candidate: Candidate
-    closed_form_peak: int
-    closed_form_seconds: float
-    closed_form_range: tuple[int, int]
-    compared: bool
+    bound_seconds: float
+    bound_bytes: int
     peak: int | None = None
     seconds: float | None = None
     fits: bool | None = None
@@ -173,10 +166,10 @@ def meshes(setup: Setup, replica: int) -> Iterator[dict[str, int]]:
             yield {**sizes, **dict(zip(MESH_AXES, own, strict=True))}
 
 
-def setups(setup: Setup, tokens: int, left_out: Counter[str], replicas: Iterable[int] | None = None) -> Iterator[Setup]:
+def setups(setup: Setup, tokens: int, left_out: Counter[str], replicas: Iterable[int] = ()) -> Iterator[Setup]:
     """Yield the setup on each mesh that the model and the batch divide, with one microbatch; count the others.
 
-    - `replicas`: sizes of `mesh.replica`; None: the present one
+    - `replicas`: sizes of `mesh.replica` instead of the present one
     """
     devices = list(setup.layout.mesh.devices.flat)
     for sizes in (each for count in replicas or (setup.layout.replicas,) for each in meshes(setup, count)):
@@ -190,29 +183,55 @@ def setups(setup: Setup, tokens: int, left_out: Counter[str], replicas: Iterable
             left_out["meshes that do not divide the heads, rows, tokens or layers"] += 1
 
 
-def scored_candidates(
-    setup: Setup, target: Target, bandwidth: float | None, left_out: Counter[str]
-) -> list[ScoredCandidate]:
-    """Return all candidates on the mesh of a setup in closed form, the fastest first.
+class Bound(NamedTuple):
+    """Lower bounds of a step's time, and of a device's peak."""
 
-    - `bandwidth`: bytes per second that a device sends between slices; None: the chip's share of its network
-    - `left_out`: counts impossible candidates by reason
+    seconds: float
+    bytes: int
+
+
+class Bounds:
+    """Lower bounds of steps, in what settings of a search differ.
+
+    Time is that of products, or of the transfers of parameters if they take longer, at the peak of the chip and of its
+    links inside a slice. A device holds its state, weights that are gathered once, and its share of what the backward
+    pass needs.
     """
-    found, trees = [], tree_bytes(setup)
-    mesh, keys = _mesh(setup), keys_of(setup.config)
+
+    def __init__(self, tokens: int, target: Target):
+        self._tokens, self._target = tokens, target
+        self._known: dict[str, tuple[float, float]] = {}  # by the policy of `remat`: FLOPs without idle stages, bytes
+        self._states: dict[Mesh, int] = {}  # bytes of a device's state
+
+    def of(self, setup: Setup) -> Bound:
+        """Return the bounds for the configuration of a setup on its mesh; its methods may be those of another."""
+        config, devices, chip = setup.config, setup.layout.mesh.size, self._target.chip
+        busy = 1 if (schedule := setup.schedule()) is None else 1 - schedule.bubble
+        remat, microbatches = (config.pipeline or config.compute).remat, config.batch.microbatches
+        if remat not in self._known:
+            work = step_work(set_up(config, self._tokens, setup.layout.mesh))
+            flops = work.flops - work.eight_bit_flops * (1 - 1 / EIGHT_BIT)
+            self._known[remat] = busy * flops, microbatches * work.saved_bytes
+        flops, saved = self._known[remat]
+        compute, use = flops / busy / devices / chip.flops_per_second, parameter_use(setup)
+        seconds = self._target.devices_a_chip * max(compute, use.sent / chip.link_bytes_per_second)
+        mesh = setup.layout.mesh
+        if mesh not in self._states:
+            self._states[mesh] = tree_bytes(setup).state
+        return Bound(seconds, self._states[mesh] + use.held + int(saved / microbatches / devices))
+
+
+def ranked_candidates(setup: Setup, bounds: Bounds, left_out: Counter[str]) -> list[RankedCandidate]:
+    """Return all candidates on the mesh of a setup; `left_out` counts impossible ones by reason."""
+    found, mesh, keys = [], _mesh(setup), keys_of(setup.config)
     for values in product(*(list(key.values(setup)) for key in keys)):
         candidate = Candidate((*mesh, *zip((key.name for key in keys), values, strict=True)))
         try:
-            changed = changed_setup(setup, candidate)
+            found.append(RankedCandidate(candidate, *bounds.of(changed_setup(setup, candidate))))
         except UserError as error:
             if setup.config.pipeline is None:  # numbers of a pipeline are combined without regard to one another
                 left_out[str(error)] += 1
-            continue
-        peak = estimate(changed, target.backend, trees).peak
-        seconds = closed_form_seconds(changed, target, bandwidth, trees)
-        compared = is_compared(step_shape(changed), target.backend)
-        found.append(ScoredCandidate(candidate, peak, seconds, target.backend.range(peak), compared))
-    return sorted(found, key=lambda each: each.closed_form_seconds)
+    return found
 
 
 def changed_setup(setup: Setup, candidate: Candidate) -> Setup:
@@ -223,7 +242,6 @@ def changed_setup(setup: Setup, candidate: Candidate) -> Setup:
     return replace(setup, config=config)
 
 
-SHOWN_REMEDIES = 3
 # Of devices, from one axis to another that splits more: rows, then sequences, then layers.
 MOVES = (
     ("replica", "data"),
@@ -232,153 +250,61 @@ MOVES = (
     ("data", "model"),
     ("replica", "model"),
 )
+Change = tuple[dict[str, Any], TrainConfig]  # settings by key, and the configuration with them
 
 
-@dataclass(frozen=True)
-class Remedy:
-    """A change of the configuration.
+def changes(setup: Setup, tokens: int, bounds: Bounds) -> list[list[Change]]:
+    """Return single changes that may need less memory, a list for each kind, the cheapest by their bounds first.
 
-    The new peak is the compiler's present one, changed by the difference or by the factor of the closed form, whichever
-    gives more. For several keys together, which change most of the program, it is the closed form.
+    A key's other values have a bound that is not lower, and no transfers to the host. Devices move to an axis that
+    splits more.
     """
-
-    change: str  # options of the command
-    peak_bytes: int  # on a device, of the largest program
-    fits: bool  # whether it is within the chip's memory
-    step_time: float  # of the roofline without overlap, as a multiple of the present one
-    config: TrainConfig  # with the change
-    range: tuple[int, int]  # bytes between which the compiler's peak lies
-    range_fits: bool = False  # the whole range is within the chip's memory
-    certain: bool = False  # so it is, and steps of these sizes were compared
-    compiled: bool = False  # the peak is the compiler's
-
-    def to_dict(self) -> dict[str, Any]:
-        return {key: value for key, value in vars(self).items() if key != "config"}
+    now, least, found = candidate_of(setup), bounds.of(setup).seconds, []
+    for key in keys_of(setup.config):
+        kind = []
+        for value in key.values(setup):
+            if value != now[key.name] and value not in TO_HOST:
+                with suppress(UserError):
+                    changed = changed_setup(setup, now.changed(key.name, value))
+                    kind.append((bounds.of(changed).seconds, {key.name: value}, changed.config))
+        found.append([each for each in kind if each[0] >= least])
+    found.append(list(_on_meshes(setup, tokens, bounds)))
+    return [[(keys, config) for _, keys, config in sorted(kind, key=lambda each: each[0])] for kind in found]
 
 
-def remedies(plan: Plan, tokens: int) -> list[Remedy]:
-    """Return the cheapest changes that need less memory, one of each kind: fitting ones first, then by step time.
-
-    If no single change fits, the remedies change several keys together, on each mesh. The list is empty for a model
-    whose memory has no closed form.
-    """
-    if not has_closed_forms(plan.setup):
-        return []
-    kinds = [*(_values(plan.setup, key) for key in keys_of(plan.setup.config)), _on_meshes(plan.setup, tokens)]
-    best = [min(found, key=cost) for kind in kinds if (found := list(_evaluated(plan, kind)))]
-    if not any(each.fits for each in best):
-        best += _together(plan, tokens, {each.change for each in best})
-    return sorted(best, key=cost)[:SHOWN_REMEDIES]
-
-
-def cost(remedy: Remedy) -> tuple:
-    """Return the sort key: those whose range fits by step time, those that probably fit, then the others by peak."""
-    safer = remedy.range_fits or (remedy.fits and remedy.compiled)
-    return (not safer, not remedy.fits, remedy.step_time if remedy.fits else remedy.peak_bytes)
-
-
-Changes = Iterator[tuple[str, Setup]]
-
-
-def _values(setup: Setup, key: Key) -> Changes:
-    """Yield the other values of a key, without transfers to the host, which only changes of several keys have."""
-    now = candidate_of(setup)
-    for value in key.values(setup):
-        if value != now[key.name] and value not in TO_HOST:
-            with suppress(UserError):
-                yield flags({key.name: value}), changed_setup(setup, now.changed(key.name, value))
-
-
-def _moved_meshes(setup: Setup) -> Iterator[tuple[str, TrainConfig]]:
-    """Yield meshes with devices moved from an axis to one that splits more."""
+def _on_meshes(setup: Setup, tokens: int, bounds: Bounds) -> Iterator[tuple[float, dict[str, Any], TrainConfig]]:
+    """Yield the possible meshes with devices moved from an axis to one that splits more."""
     sizes = dict(setup.layout.mesh.shape)
     for source, to in MOVES:
         factor = 2
         while factor <= sizes[source] and sizes[source] % factor == 0:
-            moved = {**sizes, source: sizes[source] // factor, to: sizes[to] * factor}
-            mesh = replace(setup.config.mesh, **moved)
-            yield flags({f"mesh.{axis}": moved[axis] for axis in (source, to)}), replace(setup.config, mesh=mesh)
+            moved = {source: sizes[source] // factor, to: sizes[to] * factor}
+            config = replace(setup.config, mesh=replace(setup.config.mesh, **{**sizes, **moved}))
+            with suppress(UserError):
+                own = set_up(config, tokens, make_mesh(config.mesh, list(setup.layout.mesh.devices.flat)))
+                yield bounds.of(own).seconds, {f"mesh.{axis}": size for axis, size in moved.items()}, config
             factor *= 2
 
 
-def _on_meshes(setup: Setup, tokens: int) -> Changes:
-    """Yield the possible ones of `_moved_meshes`."""
-    for text, config in _moved_meshes(setup):
-        with suppress(UserError):
-            yield text, set_up(config, tokens, make_mesh(config.mesh, list(setup.layout.mesh.devices.flat)))
+def on_other_meshes(setup: Setup, tokens: int, bounds: Bounds) -> list[Change]:
+    """Return for each mesh, and those with devices of `replica`, the settings with the smallest bound of the peak.
 
-
-def _evaluated(plan: Plan, changes: Changes) -> Iterator[Remedy]:
-    """Return the changes that take less memory."""
-    backend, trees = plan.target.backend, tree_bytes(plan.setup)
-    before = estimate(plan.setup, backend, trees)
-    seconds = closed_form_seconds(plan.setup, plan.target, None, trees)
-    for change, setup in changes:
-        own = trees if setup.layout == plan.setup.layout else tree_bytes(setup)
-        peak = _peak(plan, before, estimate(setup, backend, own))
-        if peak < plan.memory.peak:
-            time = closed_form_seconds(setup, plan.target, None, own) / seconds
-            yield _remedy(plan, change, peak, time, setup)
-
-
-def _together(plan: Plan, tokens: int, offered: set[str]) -> Iterator[Remedy]:
-    """Yield for each mesh the fastest settings of all keys that fit, or the smallest, unless they are already offered.
-
-    The meshes are those of a search, and those with devices moved from `replica`.
+    They are with the most microbatches, in the order of their bounds of time. Nothing that is the setup's own.
     """
-    before, seconds = estimate(plan.setup, plan.target.backend), closed_form_seconds(plan.setup, plan.target, None)
-    for setup in setups(plan.setup, tokens, Counter(), _replicas(plan.setup)):
-        scored = scored_candidates(setup, plan.target, None, Counter())
-        likely = [each for each in scored if each.closed_form_peak <= plan.memory_bytes]
-        safer = [each for each in likely if each.closed_form_range[1] <= plan.memory_bytes]
-        best = next(iter(safer or likely), None) or min(scored, key=lambda each: each.closed_form_peak)
-        setup = replace(setup, config=best.candidate.of(setup.config))
-        change = _changed_keys(plan.setup, setup)
-        after = estimate(setup, plan.target.backend)
-        peak = max(best.closed_form_peak, _joined(plan, before, after))
-        if change and change not in offered and peak < plan.memory.peak:
-            yield _remedy(plan, change, peak, best.closed_form_seconds / seconds, setup)
-
-
-def _replicas(setup: Setup) -> Iterator[int]:
-    """Yield the sizes of `mesh.replica` whose other devices may move to another axis, the present one first."""
+    now, own = candidate_of(setup), setup.layout.mesh.shape
     slices = len({slice_of(device) for device in setup.layout.mesh.devices.flat})
-    now = setup.layout.mesh.shape["replica"]
-    yield from (each for each in range(now, 0, -1) if now % each == 0 and each % slices == 0)
-
-
-def _remedy(plan: Plan, change: str, peak: int, step_time: float, setup: Setup) -> Remedy:
-    backend, memory = plan.target.backend, plan.memory_bytes
-    between = backend.range(peak)
-    fits, compared = between[1] <= memory, is_compared(step_shape(setup), backend)
-    return Remedy(change, peak, peak <= memory, step_time, setup.config, between, fits, fits and compared)
-
-
-def _changed_keys(now: Setup, then: Setup) -> str:
-    """Return the options that change the first setup into the second."""
-    before, after = (
-        {f"mesh.{axis}": size for axis, size in each.layout.mesh.shape.items()} | dict(candidate_of(each).settings)
-        for each in (now, then)
-    )
-    return flags({key: value for key, value in after.items() if value != before.get(key)})
+    replicas = [each for each in range(own["replica"], 0, -1) if own["replica"] % each == 0 and each % slices == 0]
+    found = []
+    for other in setups(setup, tokens, Counter(), replicas):
+        every = ranked_candidates(other, bounds, Counter())
+        least = min(every, key=lambda each: (each.bound_bytes, -each.candidate[MICROBATCHES]), default=None)
+        if least is not None:
+            sizes = {f"mesh.{axis}": size for axis, size in other.layout.mesh.shape.items() if size != own[axis]}
+            changed = {key: value for key, value in least.candidate.settings if value != dict(now.settings).get(key)}
+            found.append((least.bound_seconds, {**sizes, **changed}, least.candidate.of(other.config)))
+    return [(keys, config) for _, keys, config in sorted(found, key=lambda each: each[0]) if keys]
 
 
 def flags(settings: dict[str, Any]) -> str:
     """Return settings by key as options of a command, such as `--mesh.data 4 --mesh.model 2`."""
     return " ".join(f"--{key} {value}" for key, value in settings.items())
-
-
-def _peak(plan: Plan, before: Estimate, after: Estimate) -> int:
-    """Return the peak after this change of the closed form."""
-    steps = [program.memory.peak for name, program in plan.programs.items() if name != SYNCHRONISE]
-    return max(_changed(max(steps), before.peak, after.peak), _joined(plan, before, after))
-
-
-def _joined(plan: Plan, before: Estimate, after: Estimate) -> int:
-    """Return the peak of `synchronise`, scaled by the state because it has no gradients; 0 without such a program."""
-    program = plan.programs.get(SYNCHRONISE)
-    return 0 if program is None else _changed(program.memory.peak, before.arguments, after.arguments)
-
-
-def _changed(now: int, first: int, then: int) -> int:
-    return max(now - (first - then), now * then // first)

@@ -12,7 +12,7 @@ from gregale.errors import UserError
 from gregale.programs.command import Command
 from gregale.programs.plan.devices import Target, simulated_target, topology_target
 from gregale.programs.plan.report import joining_costs, report_of
-from gregale.programs.plan.search import SearchOptions, search
+from gregale.programs.plan.search import Compiler, remedies, search
 from gregale.programs.plan.step import CODE, STEP, UNTIL, plan_step
 from gregale.programs.plan.text import print_report, print_search, size
 from gregale.programs.runtime.default_sizes import MODEL, USUAL, with_default_sizes, with_origin_model
@@ -83,6 +83,8 @@ def main(options: PlanOptions, config: TrainConfig) -> int:
             path = options.hlo if name == STEP else options.hlo.with_stem(f"{options.hlo.stem}.{name}")
             write_text(path, program.text)
     report = report_of(plan, tokens, options.link_gbit_per_second, joining_costs(plan.setup, options.count))
+    if not report["fits"]:
+        report["remedies"] = [vars(each) for each in remedies(plan, compiler_for(options, tokens, target))]
     if options.json:
         print(json.dumps(report, indent=2))
     else:
@@ -118,13 +120,17 @@ def with_what_is_left_out(config: TrainConfig, target: Target) -> TrainConfig:
 
 def searched(options: PlanOptions, config: TrainConfig, tokens: int, target: Target) -> bool:
     """Search and print the result; return whether a candidate fits."""
-    found = search(config, tokens, target, SearchOptions(options.link_gbit_per_second, options.count, say_beside))
+    found = search(config, compiler_for(options, tokens, target))
     report = {"name": config.name, "chip": target.chip.name, **found.to_dict()}
     if options.json:
         print(json.dumps(report, indent=2))
     else:
         print_search(report, Console())
     return found.best is not None
+
+
+def compiler_for(options: PlanOptions, tokens: int, target: Target) -> Compiler:
+    return Compiler(tokens, target, options.link_gbit_per_second, options.count, say_beside)
 
 
 def tokens_of(config: TrainConfig) -> int:

@@ -27,9 +27,9 @@ def main(folder: Path) -> None:
     request = json.loads((folder / REQUEST).read_text(encoding="utf-8"))
     target = topology_target(request["topology"], request["slices"], None)
     setup = setup_for(load(TrainConfig, folder / CONFIG), request["tokens"], target)
-    lower = next(each.lower for each in lowerings(setup, target.backend) if each.name == request["program"])
+    trace = next(each.trace for each in lowerings(setup) if each.name == request["program"])
     with hax.axis_mapping({}):
-        lowered = lower()
+        lowered = trace().lower()
     try:
         lowered.compile(compiler_options={"xla_dump_to": str(folder / DUMP), **DUMPED})
     except jax.errors.JaxRuntimeError as error:

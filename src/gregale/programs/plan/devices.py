@@ -14,7 +14,6 @@ import jax
 
 from gregale.axes.layout import Device
 from gregale.cost.chips import Chip, chip
-from gregale.cost.estimate import ACCELERATOR, CPU, TPU, Backend
 from gregale.distributed.devices import GPU_MEMORY, set_flags
 from gregale.errors import UserError, install_hint
 from gregale.runs.config import TrainConfig
@@ -123,12 +122,6 @@ class Target:
     simulated: bool  # they are simulated CPU devices, for which XLA:CPU compiles
     topology: tuple[str, int] | None = None  # the TPU topology and its number of slices, as for `topology_target`
     share: float = 1.0  # the share of the chip's memory that JAX uses
-
-    @property
-    def backend(self) -> Backend:
-        if self.simulated:
-            return CPU
-        return TPU if self.devices[0].platform == "tpu" else ACCELERATOR
 
     @property
     def memory_bytes(self) -> int:

@@ -6,34 +6,19 @@ from typing import Any
 
 import numpy as np
 
-from gregale.axes.layout import mapping_rows
-from gregale.axes.parameters import parameter_count
+from gregale.axes.layout import EXPERTS, mapping_rows
+from gregale.axes.parameters import layer_order, parameter_count, trainable
 from gregale.cost.chips import GBIT
-from gregale.cost.estimate import ACCELERATOR, Backend, is_of_linear
 from gregale.cost.overlap import CALIBRATION, Schedule
-from gregale.cost.roofline import Roofline, model_flops_per_token
-from gregale.cost.traffic import bytes_by_axes
-from gregale.formatting import listed
-from gregale.huggingface.families import parameters_of
+from gregale.cost.roofline import Roofline
 from gregale.methods.comparison import compared
 from gregale.methods.schedule import Schedule as MethodSchedule
 from gregale.model.execution import execution
-from gregale.programs.plan.candidates import remedies
 from gregale.programs.plan.devices import Target
-from gregale.programs.plan.estimates import (
-    devices_of_a_replica,
-    estimate,
-    frozen_shapes,
-    has_closed_forms,
-    optimizer_note,
-    parameter_shape,
-    step_shape,
-    tree_bytes,
-)
+from gregale.programs.plan.estimates import base_note, devices_of_a_replica, optimizer_note, tree_bytes, weights_of
 from gregale.programs.plan.step import MEMORY, STEP, Plan, Program
 from gregale.programs.runtime.build import choice_of, in_places
 from gregale.programs.runtime.setup import Setup, parameter_groups
-from gregale.runs.rules import lacking
 from gregale.runs.sections import JoiningCosts, section_classes
 from gregale.timeline import GRID_GBIT_PER_SECOND, Cadence, Ring, Workload, needed_bandwidths, run_method
 
@@ -41,19 +26,16 @@ from gregale.timeline import GRID_GBIT_PER_SECOND, Cadence, Ring, Workload, need
 def report_of(
     plan: Plan, tokens: int, link_gbit_per_second: float | None, joining: JoiningCosts | None = None
 ) -> dict[str, Any]:
-    """Return the full report for JSON.
+    """Return the full report for JSON, with no remedies yet.
 
     - `link_gbit_per_second`: the link of a replica, or of a run's host, to the others; None: the chips' network
     - `joining`: the costs of joining the run with others; None if it is alone
     """
     setup, target = plan.setup, plan.target
-    config, in_closed_form = setup.config, has_closed_forms(setup)
-    per_token, with_all_pairs = None, None
-    if in_closed_form:
-        per_token, with_all_pairs = (model_flops_per_token(step_shape(setup), full=each) for each in (False, True))
+    config = setup.config
     far = link_bytes_per_second(target, setup, link_gbit_per_second)
     bandwidth = None if far is None else far / devices_of_a_replica(setup)
-    bound = plan.roofline(bandwidth) if in_closed_form else None
+    bound = plan.roofline(bandwidth)
     memory = memory_of(plan, joining)
     programs = {name: program_of(plan, program, bandwidth) for name, program in plan.programs.items()}
     return {
@@ -72,18 +54,18 @@ def report_of(
         "sync": config.sync.get_choice_name(type(config.sync)),
         "parameters": parameter_count(setup.model),
         "frozen_parameters": parameter_count(setup.base) if setup.frozen is not None else 0,
-        "active_parameters": step_shape(setup).active_parameters if in_closed_form else None,
+        "active_parameters": active_parameters(setup),
         "tokens_per_step": config.batch.tokens,
-        "flops_per_token": per_token,
-        "flops_per_token_full_attention": with_all_pairs,
-        "flops_per_step": None if per_token is None else per_token * config.batch.tokens,
+        "flops_per_token": plan.model.visible,
+        "flops_per_token_full_attention": plan.model.full,
+        "flops_per_step": plan.model.visible * config.batch.tokens,
         "compiler_flops_per_device": plan.step.flops,
         "memory": memory,
         "fits": memory["peak"] <= memory["chip"],
-        "remedies": [] if memory["peak"] <= memory["chip"] else [each.to_dict() for each in remedies(plan, tokens)],
+        "remedies": [],
         **{key: value for key, value in programs[STEP].items() if key not in ("peak", "refused")},
         "programs": programs,
-        "roofline": None if bound is None else {**bound_to_dict(bound), "sent_bytes": plan.link_bytes},
+        "roofline": {**bound_to_dict(bound), "sent_bytes": plan.link_bytes},
         "link_gbit_per_second": None if far is None else far / GBIT,
         "methods": {} if joining else methods_of(setup, bound, far),
         **dict.fromkeys(each.costs_key for each in section_classes().values()),
@@ -110,23 +92,17 @@ def bound_to_dict(bound: Roofline) -> dict[str, Any]:
 
 
 def kernels_of(setup: Setup) -> dict[str, str]:
-    """Return the variants of the model's operations: differentiation rules, attention, and embedding traffic.
-
-    The embedding is known for models with closed forms, the attention for models with heads.
-    """
+    """Return the variants of the model's operations: differentiation rules, and for models with heads attention."""
     model = setup.config.model
     kernels = execution(setup.config.compute, setup.layout, model).kernels
-    found = {"rules": kernels.rules} | ({"attention": kernels.attention} if model.head_width else {})
-    if not has_closed_forms(setup):
-        return found
-    return {**found, "embedding": "rows" if step_shape(setup).exchanges_rows else "table"}
+    return {"rules": kernels.rules} | ({"attention": kernels.attention} if model.head_width else {})
 
 
 def experts_of(setup: Setup, tokens: int) -> dict[str, Any] | None:
-    """Return the place of experts, and the figures of a step with each place; None without experts or closed forms."""
-    if setup.config.model.experts is None or not has_closed_forms(setup):
+    """Return the place of experts, and the bytes of a step with each place; None without experts."""
+    if setup.config.model.experts is None:
         return None
-    place = "exchanged" if step_shape(setup).expert_axes else "gathered"
+    place = "exchanged" if setup.layout.mesh_axes((EXPERTS,), setup.layout.compute) else "gathered"
     choice = asdict(choice_of(*in_places(setup.config, tokens, setup.layout.mesh)))
     return {"place": place, "auto": setup.config.mapping.leaves_experts_open, **choice}
 
@@ -164,20 +140,23 @@ def memory_of(plan: Plan, joining: JoiningCosts | None) -> dict[str, Any]:
         "in_flight": in_flight,
         "peak": plan.memory.peak + in_flight,
         "peak_program": plan.largest,
-        "closed_form": estimated_peak(plan.setup, plan.target.backend),
-        "closed_form_on_accelerator": estimated_peak(plan.setup, ACCELERATOR),
         "chip": plan.memory_bytes,
         "largest": [{"bytes": size, "shapes": shapes} for size, shapes in shortage.largest] if shortage else [],
     }
 
 
-def estimated_peak(setup: Setup, backend: Backend) -> int | None:
-    """Return a step's peak in closed form; None for a model that has none."""
-    return estimate(setup, backend).peak if has_closed_forms(setup) else None
+def active_parameters(setup: Setup) -> int:
+    """Return the number of parameters that a token passes: of the experts only its own."""
+    experts, found = setup.config.model.experts, 0
+    for weight in [*weights_of(setup.base), *weights_of(setup.config.adapter and trainable(setup.model))]:
+        is_of_experts = experts is not None and EXPERTS in weight.axis_names
+        share = experts.active / weight.resolve_axis(EXPERTS).size if experts and is_of_experts else 1
+        found += round(share * weight.size)
+    return found
 
 
 def program_of(plan: Plan, program: Program, bandwidth: float | None) -> dict[str, Any]:
-    """Return a program's peak, its collectives, their bytes as compiled and in closed form, its time and its overlap.
+    """Return a program's peak, its collectives, their bytes, its time and its overlap.
 
     - `bandwidth`: bytes per second that a device sends between slices; None: unknown
     """
@@ -187,7 +166,6 @@ def program_of(plan: Plan, program: Program, bandwidth: float | None) -> dict[st
         "refused": program.shortage is not None,
         "compiler_flops_per_device": program.flops,
         **program.audit.to_dict(),
-        "closed_form_bytes_per_step": {",".join(axes): size for axes, size in bytes_by_axes(program.expected).items()},
         "estimate": None if schedule is None else estimate_of(plan, schedule, bandwidth),
         "overlap": overlap_of(program, schedule),
     }
@@ -196,15 +174,9 @@ def program_of(plan: Plan, program: Program, bandwidth: float | None) -> dict[st
 def estimate_of(plan: Plan, schedule: Schedule, bandwidth: float | None) -> dict[str, Any]:
     """Return the seconds of one run of a program, from below and calibrated, and the utilisation as if it were a step.
 
-    `unlisted_kernels` count at the chip's peak, because the table of kernels lacks them. The utilisation is None for a
-    model without closed forms.
+    `unlisted_kernels` count at the chip's peak, because the table of kernels lacks them.
     """
-    seconds = schedule.seconds
-
-    def utilisation(seconds: float) -> dict[str, float | None]:
-        if not has_closed_forms(plan.setup):
-            return {"utilisation": None, "utilisation_full_attention": None}
-        return plan.roofline(bandwidth).utilisation(seconds)
+    seconds, utilisation = schedule.seconds, plan.roofline(bandwidth).utilisation
 
     return {
         "seconds": seconds,
@@ -241,35 +213,21 @@ def overlap_of(program: Program, schedule: Schedule | None) -> dict[str, dict[st
     return found
 
 
-def base_note(setup: Setup) -> str | None:
-    """Return the note about frozen weights in blocks, and about projections that are not; None without blocks."""
-    adapter = setup.config.adapter
-    if adapter is None or adapter.base == "dtype":
-        return None
-    held, paths = frozen_shapes(setup), parameters_of(setup.base).items()
-    whole = [path for path, leaf in paths if is_of_linear(leaf) and any(leaf is each for each in held["frozen"])]
-    beside = f", among them {listed(whole)}, whose last input axis 64 does not divide" if whole else ""
-    blocks, others = (sum(leaf.size for leaf in held[name]) for name in ("quantised", "frozen"))
-    dtype = setup.config.compute.dtype
-    return f"adapter.base is {adapter.base}: {blocks:,} frozen values are in blocks, and {others:,} in {dtype}{beside}."
-
-
 def notes_of(plan: Plan, programs: dict[str, dict[str, Any]]) -> list[str]:
     """Return the notes that a reader needs to interpret the estimates."""
-    notes, shape = [], parameter_shape(plan.setup)
-    if not has_closed_forms(plan.setup):
+    notes, traffic = [], plan.setup.method.traffic()
+    if unknown := sorted({name for each in plan.programs.values() for name in each.work.unknown}):
         notes.append(
-            f"{lacking(plan.setup.config)} So there are no FLOPs, roofline, remedies and comparison of methods. All "
-            "else is from the compiled program."
+            f"the FLOPs of {', '.join(unknown)} are not known: a kernel without `cost_estimate` counts none, and a "
+            "loop that stops by a computed condition counts once."
         )
     if (note := base_note(plan.setup)) is not None:
         notes.append(note)
-    traffic = plan.setup.method.traffic(shape)
     if traffic is None:
         kind = plan.setup.config.sync.get_choice_name(type(plan.setup.config.sync))
         runs = ", ".join(f"{name} in {program.share:.1%} of them" for name, program in plan.programs.items())
         notes.append(
-            f"sync.type is {kind}, which has no closed form of its traffic. The compiled programs of its first steps "
+            f"sync.type is {kind}, whose method does not tell its traffic. The compiled programs of its first steps "
             f"have it: {runs}."
         )
     if (note := optimizer_note(plan.setup)) is not None:
@@ -279,7 +237,7 @@ def notes_of(plan: Plan, programs: dict[str, dict[str, Any]]) -> list[str]:
             "compiled by XLA:CPU for simulated devices; traffic over `replica` counts as between slices. --topology "
             "uses the TPU compiler."
         )
-        if shape.compute_bytes < plan.target.backend.narrowest_bytes:
+        if plan.setup.config.compute.dtype != "float32":
             notes.append("XLA:CPU widens bfloat16: it holds and sends 4 bytes where an accelerator has 2.")
     if plan.target.devices[0].platform == "gpu":
         notes.append(
@@ -290,6 +248,11 @@ def notes_of(plan: Plan, programs: dict[str, dict[str, Any]]) -> list[str]:
         notes.append(
             f"replicas join over {traffic.period} steps; if fragments differ in size, the programs are those of the "
             "largest. The roofline spreads their traffic over those steps."
+        )
+    if plan.setup.config.model.experts is not None and any(each["estimate"] for each in programs.values()):
+        notes.append(
+            "the clock leaves out gathers of the experts' rows, so that utilisation is a bound: published mixtures "
+            "reach 24 to 53 percent."
         )
     if plan.setup.config.pipeline is not None:
         notes.append("idle stages of a pipeline also compute, and the roofline includes that.")
@@ -322,11 +285,10 @@ def notes_of(plan: Plan, programs: dict[str, dict[str, Any]]) -> list[str]:
 GOAL = 0.9
 
 
-def methods_of(setup: Setup, bound: Roofline | None, bytes_per_second: float | None) -> dict[str, dict[str, Any]]:
+def methods_of(setup: Setup, bound: Roofline, bytes_per_second: float | None) -> dict[str, dict[str, Any]]:
     """Return for each method its settings, its traffic over the slow axis, and the bandwidth that it needs.
 
-    The step time is the roofline's without the link between replicas. The result is empty with one replica, and
-    without a roofline.
+    The step time is the roofline's without the link between replicas. The result is empty with one replica.
 
     - `bytes_per_step`: of a device, over the axis that the method joins; `average` over a period, `peak` of a step
     - `gbit_per_second`: the rate at which a whole replica sends these bytes in the same number of steps
@@ -336,26 +298,26 @@ def methods_of(setup: Setup, bound: Roofline | None, bytes_per_second: float | N
     """
     sizes = setup.layout.mesh.shape
     sites = sizes["replica"] * sizes.get("island", 1)
-    if sites < 2 or bound is None:
+    if sites < 2:
         return {}
-    step, ring, found = step_shape(setup), Ring(sites), {}
+    layers, ring, found = max(1, len(layer_order(setup.model))), Ring(sites), {}
     seconds = max(bound.compute, bound.memory, bound.links["inside slice"])
     gbit = devices_of_a_replica(setup) / seconds / GBIT
-    workload, wire = Workload(step.parameters, step.layers, seconds, step.microbatches), setup.config.reduce
+    workload = Workload(parameter_count(setup.model), layers, seconds, setup.config.batch.microbatches)
+    wire = setup.config.reduce
 
     def run(name: str, schedule: MethodSchedule) -> Callable[[np.ndarray], np.ndarray]:
         """Return the utilisation on the timeline as a function of Gbit/s, with the configured codecs' bytes."""
-        cadence = cadence_of(schedule.period, max(1, schedule.fragments - 1), max(1, schedule.delay), step.layers)
+        cadence = cadence_of(schedule.period, max(1, schedule.fragments - 1), max(1, schedule.delay), layers)
         return lambda grid: run_method(name, workload, ring, cadence, grid, wire.bytes_per_parameter).utilisation
 
-    for name, each in compared(setup.config.sync, step.layers, step.adapts).items():
-        average, peak = each.bytes_a_step(setup.method_context, step)
-        schedule = each.schedule(step.layers)
+    for name, each in compared(setup.config.sync, layers, setup.config.adapter is not None).items():
+        traffic, schedule = each.traffic(setup.method_context), each.schedule(layers)
         found[name] = {
             **{key: getattr(schedule, key) for key in ("period", "fragments", "delay")},
             "configured": each.configured,
-            "bytes_per_step": {"average": average, "peak": peak},
-            "gbit_per_second": {"average": average * gbit, "peak": peak * gbit},
+            "bytes_per_step": {"average": traffic.average, "peak": traffic.most},
+            "gbit_per_second": {"average": traffic.average * gbit, "peak": traffic.most * gbit},
             **_on_the_timeline(run(name, schedule), bytes_per_second),
         }
     return found

@@ -29,31 +29,20 @@ import haliax as hax
 import jax
 
 from gregale.axes.layout import make_mesh
-from gregale.axes.parameters import FURTHER_ROUNDS
 from gregale.cost import Audit, audit
-from gregale.cost.collectives import BETWEEN, INSIDE, Collective, grid_of
-from gregale.cost.estimate import Backend, CompilerMemory, compiler_memory
+from gregale.cost.collectives import BETWEEN, INSIDE, Collective, Grid, grid_of
+from gregale.cost.memory import CompilerMemory, compiler_memory
 from gregale.cost.overlap import HOST, Rates, Schedule, schedule_of
 from gregale.cost.pallas_cost import Kernels
-from gregale.cost.roofline import Roofline, link_rates, roofline
-from gregale.cost.traffic import Transfer
+from gregale.cost.roofline import DeviceWork, Roofline, link_rates, roofline
+from gregale.cost.work import Work, work_of
 from gregale.errors import UserError
 from gregale.formatting import listed
 from gregale.methods.traffic import SYNCHRONISE
-from gregale.model.loss import AGAIN
 from gregale.programs.plan.devices import Target, for_accelerators
-from gregale.programs.plan.estimates import (
-    FAR_AXES,
-    abstract_batch,
-    estimated_link_bytes,
-    estimated_work,
-    joined,
-    link_grid,
-    parameter_shape,
-    step_transfers,
-    tree_bytes,
-)
+from gregale.programs.plan.estimates import FAR_AXES, parameter_use, tree_bytes
 from gregale.programs.runtime.build import set_up
+from gregale.programs.runtime.model_flops import ModelFlops, model_flops
 from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import dump
@@ -278,62 +267,74 @@ UNTIL = (CODE, MEMORY)  # full compilation; compilation to the schedule and the 
 
 @dataclass(frozen=True)
 class Program(Outcome):
-    """A compiled program with its audit."""
+    """A compiled program with its audit.
+
+    - `work`: that of all devices in one run, by its jaxpr
+    - `share`: of the steps, that run it
+    """
 
     audit: Audit
-    expected: list[Transfer]  # its transfers in closed form
-    share: float = 1  # of the steps, that run it
+    work: Work
+    share: float
 
 
 @dataclass(frozen=True)
 class Lowering:
-    """A program to compile."""
+    """A program to compile: its name, its trace from shapes alone, and the share of the steps that run it."""
 
     name: str
-    lower: Callable[[], jax.stages.Lowered]  # traces the program from shapes alone
-    expected: list[Transfer]  # its transfers in closed form
-    share: float = 0  # of the steps, that run it; 0 if the closed form of the traffic tells
+    trace: Callable[[], jax.stages.Traced]
+    share: float
 
 
-Compile = Callable[[Lowering], Outcome]
+Compile = Callable[[Lowering, jax.stages.Traced], Outcome]
 
 
 def programs_of(setup: Setup, target: Target, compile_: Compile) -> dict[str, Program]:
     """Return the compiled programs of `train` by name, without allocation.
 
     - `step`: the step of PSDP, or of DiLoCo's replicas without SEND or APPLY
-    - the method's other programs, by the names of its traffic's `kinds`; without a closed form of the traffic those of
-      the first steps, such as `step_30`, by the first step that runs the program
+    - the method's other programs, by the names of its traffic's `kinds`; for a method that does not tell its traffic
+      those of the first steps, such as `step_30`, by the first step that runs the program
     - `warm_up`: the PSDP step before another method begins
     """
+    found = {}
     with hax.axis_mapping({}):
-        return {each.name: _audited(setup, target, compile_(each), each) for each in lowerings(setup, target.backend)}
+        for each in lowerings(setup):
+            traced = each.trace()
+            found[each.name] = _audited(setup, target, compile_(each, traced), each, traced)
+    return found
 
 
-def lowerings(setup: Setup, backend: Backend) -> Iterator[Lowering]:
-    method, batch = setup.method, abstract_batch(setup)
+def lowerings(setup: Setup) -> Iterator[Lowering]:
+    method, batch = setup.method, setup.abstract_batch
     state, stepper = setup.abstract_state(), setup.stepper()
-    sent, step = step_transfers(setup, backend), partial(stepper.program.lower, state, batch)
-    synchronise = partial(stepper.synchronise.lower, state)
-    traffic = method.traffic(parameter_shape(setup))
+    step, synchronise = partial(stepper.program.trace, state, batch), partial(stepper.synchronise.trace, state)
+    traffic = method.traffic()
     if traffic is None:
         first = [method.actions(number) for number in range(1, min(setup.config.steps, FIRST_STEPS) + 1)]
         for name, during, share in _kinds(STEP, [each.step_args for each in first]):
-            yield Lowering(name, partial(step, *during), sent, share)
+            yield Lowering(name, partial(step, *during), share)
         for name, after, share in _kinds(SYNCHRONISE, [each.post_step for each in first]):
             if after is not None:
-                yield Lowering(name, partial(synchronise, after), [], share)
+                yield Lowering(name, partial(synchronise, after), share)
     else:
-        yield Lowering(STEP, partial(step, *method.actions(1).step_args), sent, 1)
-        for name, kind in traffic.kinds().items():
-            actions = method.actions(kind.step)
-            if actions.post_step is not None:
-                yield Lowering(name, partial(synchronise, actions.post_step), kind.transfers)
-            else:
-                yield Lowering(name, partial(step, *actions.step_args), sent + kind.transfers)
+        others = [(name, kind.share, method.actions(kind.step)) for name, kind in traffic.kinds.items()]
+        inside = sum(share for _, share, actions in others if actions.post_step is None)
+        yield Lowering(STEP, partial(step, *method.actions(1).step_args), 1 - inside)
+        for name, share, actions in others:
+            after = actions.post_step
+            own = partial(step, *actions.step_args) if after is None else partial(synchronise, after)
+            yield Lowering(name, own, share)
     if setup.method_after(0) is not method:
         program, start = setup.stepper(setup.psdp).program, abstract_state(setup.psdp, setup.model)
-        yield Lowering(WARM_UP, partial(program.lower, start, batch), step_transfers(setup, backend, setup.psdp))
+        yield Lowering(WARM_UP, partial(program.trace, start, batch), 0)
+
+
+def step_work(setup: Setup) -> Work:
+    """Return the work of all devices in a step by its jaxpr."""
+    with hax.axis_mapping({}):
+        return work_of(next(lowerings(setup)).trace().jaxpr)
 
 
 def _kinds(name: str, given: list[Any]) -> list[tuple[str, Any, float]]:
@@ -349,19 +350,19 @@ def _kinds(name: str, given: list[Any]) -> list[tuple[str, Any, float]]:
     return [(f"{name}_{index + 1}" if index else name, given[index], share) for index, share in first]
 
 
-def _audited(setup: Setup, target: Target, outcome: Outcome, lowering: Lowering) -> Program:
+def _audited(setup: Setup, target: Target, outcome: Outcome, lowering: Lowering, traced: jax.stages.Traced) -> Program:
     found = audit(outcome.text, setup.layout.mesh, known_trips(setup))
     if target.simulated:
         # Simulated devices have no slices, so `replica` counts as the slow link.
         far = [BETWEEN if set(each.touched) & set(FAR_AXES) else INSIDE for each in found.collectives]
         pairs = zip(found.collectives, far, strict=True)
         found = Audit(tuple(replace(collective, link=link) for collective, link in pairs))
-    return Program(**vars(outcome), audit=found, expected=lowering.expected, share=lowering.share)
+    return Program(**vars(outcome), audit=found, work=work_of(traced.jaxpr), share=lowering.share)
 
 
 def known_trips(setup: Setup) -> dict[str, int]:
     """Return the trip counts, by scope, of loops whose counts a compiled program may lack."""
-    return {"microbatches": setup.config.batch.microbatches, AGAIN: 0, FURTHER_ROUNDS: 0}
+    return {"microbatches": setup.config.batch.microbatches}
 
 
 @dataclass(frozen=True)
@@ -371,6 +372,7 @@ class Plan:
     setup: Setup
     target: Target
     programs: dict[str, Program]  # programs by name, see `programs_of`; always includes `step`
+    model: ModelFlops
     until: str = CODE  # last compiler stage, one of `UNTIL`
 
     @property
@@ -393,20 +395,34 @@ class Plan:
 
     @property
     def link_bytes(self) -> dict[str, float]:
-        """Return the bytes that a device sends over each link in a step, for DiLoCo on average.
+        """Return the bytes that a device sends over each link in a step, on average, by the compiled programs.
 
-        They are from the compiled step. For simulated devices, because XLA:CPU sends bfloat16 as float32, and for
-        methods whose steps differ, they are from the closed form if there is one, else the average of the first steps.
+        If a method's programs are those of its largest fragments, its traffic has the average between slices.
         """
-        if self.target.simulated or len(self.programs) > 1:
-            estimated = estimated_link_bytes(self.setup)
-            if estimated is not None:
-                return estimated
         sent = {INSIDE: 0.0, BETWEEN: 0.0}
         for program in self.programs.values():
             for collective in program.audit.collectives:
                 sent[collective.link] += program.share * collective.bytes_sent * collective.counted
+        traffic = self.setup.method.traffic()
+        if traffic is not None and traffic.kinds:
+            sent[BETWEEN] = traffic.average
         return sent
+
+    @property
+    def work(self) -> DeviceWork:
+        """Return the work of one device in a step; all devices share the work of a program alike."""
+        setup, step, devices = self.setup, self.step.work, self.setup.layout.mesh.size
+        tokens = setup.config.batch.tokens / devices
+        own = step.memory_bytes / devices + parameter_use(setup).memory + 2 * tree_bytes(setup).state
+        return DeviceWork(
+            model_flops=tokens * self.model.visible,
+            full_flops=tokens * self.model.full,
+            flops=step.flops / devices,
+            memory_bytes=own,
+            link_bytes=self.link_bytes,
+            host_bytes=step.host_bytes / devices,
+            eight_bit_flops=step.eight_bit_flops / devices,
+        )
 
     def schedule(self, program: Program, between_bytes_per_second: float | None) -> Schedule | None:
         """Return the timed run of a program by the compiler's cycle estimates; None without those of its whole code."""
@@ -417,13 +433,35 @@ class Plan:
         kernels = Kernels(target.chip, target.devices_a_chip)
         links = link_rates(target.chip, target.devices_a_chip, between_bytes_per_second)
         links[HOST] = target.chip.host_bytes_per_second / target.devices_a_chip
-        rates = Rates(cycles, links, kernels, grid_of(self.setup.layout.mesh, target.chip, target.devices_a_chip))
+        rates = Rates(cycles, links, kernels, self.grid)
         return schedule_of(program.text, program.audit.collectives, rates, known_trips(self.setup))
 
+    @property
+    def grid(self) -> Grid | None:
+        """Return the links of a slice; None: unknown."""
+        target = self.target
+        return None if target.simulated else grid_of(self.setup.layout.mesh, target.chip, target.devices_a_chip)
+
     def roofline(self, between_bytes_per_second: float | None) -> Roofline:
-        """Return the bounds of a step's time. Raises `UserError` for a model without closed forms."""
-        work = estimated_work(self.setup, self.link_bytes)
-        return roofline(work, self.target.chip, self.target.devices_a_chip, between_bytes_per_second)
+        """Return the bounds of a step's time."""
+        return roofline(self.work, self.target.chip, self.target.devices_a_chip, between_bytes_per_second)
+
+    def seconds(self, between_bytes_per_second: float | None) -> float:
+        """Return a step's time by the roofline and the schedule of its transfers.
+
+        Asynchronous transfers inside a slice hide behind other work. Synchronous ones, and those between slices, which
+        little work could hide, add their full time.
+        """
+        bound, target, grid = self.roofline(between_bytes_per_second), self.target, self.grid
+        rate = link_rates(target.chip, target.devices_a_chip, between_bytes_per_second)[INSIDE]
+
+        def total(some: Iterable[Collective]) -> float:
+            return sum(each.counted * ((grid and grid.seconds(each)) or each.bytes_sent / rate) for each in some)
+
+        inside = [each for each in self.step.audit.collectives if each.link == INSIDE]
+        sent, hidden = total(inside), total(each for each in inside if each.is_async)
+        far = sum(bound.links.values()) - bound.links[INSIDE]
+        return max(bound.compute, bound.memory, bound.host, hidden) + sent - hidden + far
 
 
 def plan_step(config: TrainConfig, tokens: int, target: Target, until: str = CODE) -> Plan:
@@ -434,7 +472,8 @@ def plan_step(config: TrainConfig, tokens: int, target: Target, until: str = COD
     Raises `UserError` if the configuration does not fit the devices.
     """
     setup = setup_for(config, tokens, target)
-    return Plan(setup, target, programs_of(setup, target, _compiler(setup, tokens, target, until)), until)
+    programs = programs_of(setup, target, _compiler(setup, tokens, target, until))
+    return Plan(setup, target, programs, model_flops(setup), until)
 
 
 def setup_for(config: TrainConfig, tokens: int, target: Target) -> Setup:
@@ -449,24 +488,6 @@ def _compiler(setup: Setup, tokens: int, target: Target, until: str) -> Compile:
     arguments = tree_bytes(setup).arguments
     if until == MEMORY and target.topology is not None:
         request = Request(setup.config, tokens, *target.topology)
-        return lambda each: reported(request, each.name, arguments)
+        return lambda each, _: reported(request, each.name, arguments)
     options = WITHOUT_OPTIMISED_CODE if until == MEMORY and target.simulated else None
-    return lambda each: compiled_for(target, each.name, each.lower(), arguments, options)
-
-
-def scheduled_seconds(plan: Plan, bandwidth: float | None) -> float:
-    """Return a step's time by its schedule: asynchronous transfers inside a slice hide behind other work.
-
-    Synchronous transfers, and those between slices, which little work could hide, add their full time.
-    """
-    bound, target = plan.roofline(bandwidth), plan.target
-    rate, grid = link_rates(target.chip, target.devices_a_chip, bandwidth)[INSIDE], link_grid(plan.setup, target)
-
-    def total(some: Iterable[Collective]) -> float:
-        return sum(each.counted * ((grid and grid.seconds(each)) or each.bytes_sent / rate) for each in some)
-
-    inside = [each for each in plan.step.audit.collectives if each.link == INSIDE]
-    sent, hidden = total(inside), total(each for each in inside if each.is_async)
-    if grid is None and sent:  # XLA:CPU sends bfloat16 as float32, which the closed form does not
-        sent, hidden = bound.links[INSIDE], bound.links[INSIDE] * hidden / sent
-    return joined(bound, max(hidden, bound.host), sent - hidden)
+    return lambda each, traced: compiled_for(target, each.name, traced.lower(), arguments, options)

@@ -23,8 +23,6 @@ MEMORY_ROWS = {
     "activations": "activations and all else",
     "in_flight": "a round's fragment and message",
     "peak": "compiler's peak",
-    "closed_form": "the same in closed form",
-    "closed_form_on_accelerator": "closed form on an accelerator",
     "chip": "memory of the device",
 }
 UTILISATION = {"utilisation": "causal", "utilisation_full_attention": "full"}  # attention
@@ -55,7 +53,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         if (memory[key] or 0) > COUNTS * (key == "counters")
     ]
     if len(report["programs"]) > 1:
-        rows[-3:-3] = [(f"  of {name}", size(each["peak"])) for name, each in report["programs"].items()]
+        rows[-1:-1] = [(f"  of {name}", size(each["peak"])) for name, each in report["programs"].items()]
     print_table(console, f"Memory of one device ({report['chip']})", ("", "bytes"), rows)
     _verdict(report, console)
     for name, each in report["programs"].items():
@@ -102,28 +100,23 @@ def _head(report: dict[str, Any], console: Console) -> None:
 
 
 def experts_line(found: dict[str, Any]) -> str:
-    """Return the line about the place of experts, with a step in closed form for both places."""
+    """Return the line about the place of experts, with the bytes of both places."""
 
     def figures(place: str) -> str:
-        if found[place] is None:
-            return f"{place}: {found['refused']}"
-        seconds, peak, sent = (found[place][key] for key in ("seconds", "peak", "sent"))
-        return f"{place} {seconds:.4g} s, peak {size(peak)}, {size(sent)} sent inside a replica"
+        return f"{place}: {found['refused']}" if found[place] is None else f"{place} {size(found[place])}"
 
     place, other = ("gathered", "exchanged") if found["place"] == "gathered" else ("exchanged", "gathered")
-    why = "the fastest that fits" if found["auto"] else "as configured"
+    why = "by the rule of bytes" if found["auto"] else "as configured"
     return (
-        f"Experts: {place}, {why}. By closed forms for {found['chip']}, with one round of an exchange (more depend on "
-        f"the routing): {figures(place)}; {figures(other)}"
+        f"Experts: {place}, {why}. A device sends in a step, with one round of an exchange (more depend on the "
+        f"routing): {figures(place)}; {figures(other)}"
     )
 
 
 def _flops(report: dict[str, Any]) -> str:
-    """Return the line about FLOPs: those of the model if they are known, and the compiler's count."""
+    """Return the line about FLOPs: those of the model, and the compiler's count."""
     flops = report["compiler_flops_per_device"]
     counted = "" if flops is None else f"the compiler counts {flops:.4g} on a device, each loop's body once"
-    if report["flops_per_token"] is None:
-        return f"FLOPs of the model: unknown{'; ' * bool(counted)}{counted}"
     own = f"{report['flops_per_token']:.4g} FLOPs a token, {report['flops_per_step']:.4g} a step"
     return f"{own}{'; ' * bool(counted)}{counted}"
 
@@ -149,19 +142,16 @@ def _verdict(report: dict[str, Any], console: Console) -> None:
         console.print(f"The compiler rejects {memory['peak_program']!r}. Its largest buffers:")
     for each in memory["largest"]:
         console.print(f"  {size(each['bytes'])}: {each['shapes']}")
-    print_remedies(report["remedies"], memory["chip"], console)
+    print_remedies(report["remedies"], console)
 
 
-def print_remedies(remedies: list[dict[str, Any]], memory: int, console: Console) -> None:
-    """Print each remedy after its effect; `memory` are the bytes of a device for programs."""
+def print_remedies(remedies: list[dict[str, Any]], console: Console) -> None:
+    """Print each remedy after its effect."""
     if remedies:
-        console.print("The cheapest remedies, estimated unless marked as compiled:")
+        console.print("The cheapest compiled remedies:")
     for remedy in remedies:
-        fits, (low, high) = "fits" if remedy["fits"] else "does not fit", remedy["range"]
-        if not (remedy["compiled"] or remedy["certain"]) and low <= memory:
-            fits = f"uncertain ({size(low)} to {size(high)})"
-        by = " (compiled)" if remedy["compiled"] else ""
-        effect = f"{size(remedy['peak_bytes'])}{by}, {fits}; {remedy['step_time']:.2f} times the step time"
+        fits = "fits" if remedy["fits"] else "does not fit"
+        effect = f"{size(remedy['peak_bytes'])}, {fits}; {remedy['step_time']:.2f} times the step time"
         console.print(f"  {effect}: {remedy['change']}")
 
 
@@ -186,12 +176,9 @@ def _collectives(name: str, collectives: list[dict[str, Any]], console: Console)
 def _payload(programs: dict[str, dict[str, Any]], console: Console) -> None:
     rows = []
     for name, program in programs.items():
-        expected = program["closed_form_bytes_per_step"]
         for axes, count in program["bytes_per_step"]["axes"].items():
-            closed = size(expected[axes]) if axes in expected else "-"
-            rows.append((name, axes.replace(",", ", ") or "none", size(count), closed))
-    title = "Payload of a program on one device, by mesh axes"
-    print_table(console, title, ("program", "axes", "compiled", "closed form"), rows)
+            rows.append((name, axes.replace(",", ", ") or "none", size(count)))
+    print_table(console, "Payload of a program on one device, by mesh axes", ("program", "axes", "bytes"), rows)
 
 
 def _overlap(programs: dict[str, dict[str, Any]], console: Console) -> None:
@@ -290,7 +277,7 @@ def print_search(report: dict[str, Any], console: Console) -> None:
     candidates, best = report["candidates"], report["best"]
     compiled = [each for each in candidates if each["peak"] is not None]
     others = [each for each in candidates if each["peak"] is None]
-    shown = sorted(compiled + others[:NOT_COMPILED], key=lambda each: each["seconds"] or each["closed_form_seconds"])
+    shown = sorted(compiled + others[:NOT_COMPILED], key=lambda each: each["seconds"] or each["bound_seconds"])
     values = {key: {str(each["settings"][key]) for each in shown} for key in report["configured"]}
     own = [key for key in values if not key.startswith(MESH_KEYS)]
     keys = [key for key in own if len(values[key]) > 1]
@@ -302,14 +289,14 @@ def print_search(report: dict[str, Any], console: Console) -> None:
         f"{len(candidates)} candidates, {len(compiled)} of them compiled; {left_out} impossible. --json has all.",
         *(f"Left out: {count} x {reason}" for reason, count in report["left_out"].items()),
         f"All in the table: {', '.join(f'{key} {min(values[key])}' for key in own if key not in keys)}.",
-        "~: by closed forms; others are by the compiled program and its schedule. *: as configured.",
+        ">: a lower bound; others are by the compiled program and its schedule. *: as configured.",
         f"The best is {report['rule']}.",
     ]
     for line in lines:
         console.print(line)
     if best is None:
         console.print("Nothing fits.")
-        print_remedies(report["remedies"], report["memory"], console)
+        print_remedies(report["remedies"], console)
         return
     answer = "The configured settings are the best" if best["settings"] == report["configured"] else "The best"
     rate = f"{best['seconds']:.4g} s a step by the estimate, {best['tokens_per_second']:,.0f} tokens/s"
@@ -318,19 +305,15 @@ def print_search(report: dict[str, Any], console: Console) -> None:
 
 def _candidate_row(candidate: dict[str, Any], keys: list[str], report: dict[str, Any]) -> tuple[str, ...]:
     peak, seconds = candidate["peak"], candidate["seconds"]
-    verdict = "fits" if candidate["fits"] else "no"
-    if peak is None:
-        low, high = candidate["closed_form_range"]
-        certain = candidate["compared"] and high <= report["memory"]
-        verdict = "too large" if low > report["memory"] else "-" if certain else "uncertain"
-    settings, about = candidate["settings"], "~" if peak is None else ""
+    verdict = "not compiled" if peak is None else "fits" if candidate["fits"] else "no"
+    settings, above = candidate["settings"], "> " if seconds is None else ""
     sizes = {key.removeprefix(MESH_KEYS): count for key, count in settings.items() if key.startswith(MESH_KEYS)}
     axes = [f"{axis} {count}" for axis, count in sizes.items() if count > 1]
     return (
         " x ".join(axes) or "1 device",
         *(str(settings[key]) for key in keys),
-        about + size(peak or candidate["closed_form_peak"]),
-        f"{about}{seconds or candidate['closed_form_seconds']:.4g} s",
-        f"{candidate['tokens_per_second']:,.0f}",
+        f"> {size(candidate['bound_bytes'])}" if peak is None else size(peak),
+        f"{above}{seconds or candidate['bound_seconds']:.4g} s",
+        "-" if seconds is None else f"{candidate['tokens_per_second']:,.0f}",
         verdict + " *" * (settings == report["configured"]),
     )

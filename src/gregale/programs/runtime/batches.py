@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import haliax as hax
 import jax
+import jax.numpy as jnp
 import numpy as np
 from haliax import Axis, NamedArray
 
@@ -19,6 +20,21 @@ if TYPE_CHECKING:
 
 THREADS = 4
 BATCHES_AHEAD = 8  # prepared in advance; limits the memory
+
+
+INTEGERS = ("tokens", "targets", "segment_ids", "positions")
+
+
+def abstract_batch(axes: tuple[Axis, Axis], layout: Layout) -> dict[str, NamedArray]:
+    """Return a step's batch as `jax.ShapeDtypeStruct`s [batch, position] with the shardings of `train`."""
+    shape, names = tuple(axis.size for axis in axes), tuple(axis.name for axis in axes)
+    sharding = layout.sharding(axes, layout.compute)
+
+    def one(dtype) -> NamedArray:
+        array: Any = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        return NamedArray(array, names)
+
+    return {**{name: one(jnp.int32) for name in INTEGERS}, "loss_mask": one(jnp.float32)}
 
 
 class BatchSharding:

@@ -11,7 +11,7 @@ from rich.filesize import decimal
 
 from gregale.axes.layout import Device
 from gregale.checkpoint.multihost import first_message
-from gregale.cost.estimate import compiler_memory
+from gregale.cost.memory import compiler_memory
 from gregale.errors import UserError
 from gregale.programs.runtime.setup import Setup
 

@@ -50,6 +50,7 @@ from gregale.model.execution import Execution, execution, layers_apart
 from gregale.model.losses import Losses, losses_of
 from gregale.objectives import NextTokenConfig, ObjectiveConfig, Passes
 from gregale.optim.config import ParameterRule
+from gregale.programs.runtime.batches import abstract_batch
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import code_digests
 from gregale.runs.rules import check
@@ -80,6 +81,10 @@ class Setup:
     def batch_axes(self) -> tuple[Axis, Axis]:
         batch = self.config.batch
         return Axis(BATCH, batch.size), Axis(POSITION, batch.sequence_length)
+
+    @property
+    def abstract_batch(self) -> dict[str, NamedArray]:
+        return abstract_batch(self.batch_axes, self.layout)
 
     @property
     def tokens(self) -> int:

@@ -19,7 +19,6 @@ from gregale.errors import UserError
 from gregale.evaluation.tasks import read_tasks
 from gregale.huggingface.config import exported_family
 from gregale.methods.method import Method
-from gregale.programs.plan.estimates import abstract_batch
 from gregale.programs.runtime.build import set_up
 from gregale.programs.runtime.evaluation import Evaluator, evaluation_text
 from gregale.programs.runtime.setup import Setup
@@ -81,7 +80,7 @@ class PreparedStage:
         parts = (setup.psdp, range(begin, min(end, warm + 1))), (setup.method, range(max(begin, warm + 1), end))
         for method, steps in parts:
             if steps:
-                state, batch = abstract_state(method, setup.model), abstract_batch(setup)
+                state, batch = abstract_state(method, setup.model), setup.abstract_batch
                 programs = self.stepper(method).compilations(state, batch, steps[:FIRST_STEPS])
                 yield from zip(repeat(OF_A_STEP), programs)
                 yield from zip(repeat(OF_AN_EVALUATION), self.evaluations(method, steps))

@@ -25,15 +25,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gregale.axes.parameters import layers_axis, names_of_arrays
 from gregale.cost.chips import of_device
-from gregale.cost.roofline import model_flops_per_token
 from gregale.data.examples import MORE_BYTES, Examples
 from gregale.data.mixtures import MixtureHistory, tokens_of
 from gregale.distributed.liveness import Phase, Progress
 from gregale.errors import UserError
 from gregale.methods.method import Inspected, Method, Probe, PseudoGradientStats, cosine
 from gregale.model.config import ModelMethods
-from gregale.programs.plan.estimates import has_closed_forms, step_shape
 from gregale.programs.runtime.batches import GlobalBatches
+from gregale.programs.runtime.model_flops import model_flops
 from gregale.programs.runtime.setup import Setup, rules_of
 from gregale.runs.config import BatchConfig
 from gregale.tracking.callback import Callback, Callbacks, Metrics, StepContext
@@ -266,14 +265,13 @@ def check_finite(step: int, report: StepReport, max_skipped: int) -> None:
 def peak_tokens_per_second(setup: Setup) -> float | None:
     """Return tokens per second if all devices computed only the model's products, at their peak in bfloat16.
 
-    `tokens_per_second / peak_tokens_per_second` is the model FLOPs utilisation. None on CPU devices and unknown chips,
-    and for models without a closed form of their FLOPs.
+    `tokens_per_second / peak_tokens_per_second` is the model FLOPs utilisation. None on CPU devices and unknown chips.
     """
     mesh = setup.layout.mesh
     chip = of_device(mesh.devices.flat[0].device_kind)
-    if chip is None or not has_closed_forms(setup):
+    if chip is None:
         return None
-    return mesh.size * chip.flops_per_second / chip.devices / model_flops_per_token(step_shape(setup))
+    return mesh.size * chip.flops_per_second / chip.devices / model_flops(setup).visible
 
 
 def memory_in_use(devices: Sequence[Any]) -> dict[str, int]:

@@ -1,13 +1,11 @@
-"""The closed form of memory beside the TPU compiler's, for steps of public models on one slice and two.
+"""What `gregale plan` computes, for steps of public models on three generations of TPU: FLOPs, bounds and peaks.
 
-    python benchmarks/memory_sweep.py [--again] [--only gemma3-1b qwen3-4b]
+    python -m benchmarks.plan_sweep [--only NAME ...]
 
-The compiled peaks are in `src/gregale/cost/compared.json`, with the kinds and sizes of the steps: a remedy of `gregale
-plan` is certain only between them. A row takes 10 to 60 seconds of a processor to compile. Without `--again`, rows that
-are in the file are not compiled.
+Each row is compiled to the memory report (ten seconds of a processor). Beside peak, time and FLOPs are the ratios that
+have to hold: the model's FLOPs over a count by hand, and the bounds of a search over the compiler's peak and the time
+by the schedule, both at most 1. `make soak` asserts them.
 """
-
-from __future__ import annotations
 
 import argparse
 import json
@@ -16,16 +14,19 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gregale.cost.estimate import TPU, kind_of, sizes_of
+from gregale.axes.layout import EXPERTS
+from gregale.axes.parameters import parameter_count
+from gregale.programs.plan.candidates import Bounds
 from gregale.programs.plan.devices import topology_target
-from gregale.programs.plan.estimates import estimate, step_shape, tree_bytes
-from gregale.programs.plan.step import STEP, Request, reported, setup_for
+from gregale.programs.plan.estimates import weights_of
+from gregale.programs.plan.step import MEMORY, Plan, plan_step
 from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
+from gregale.scopes import visible
 
-FILE = Path(__file__).parents[1] / "src/gregale/cost/compared.json"
 GIB = 2**30
+TOKENS = 257  # of a tokenizer; the models have their vocabularies
 GEMMA = {
     "type": "gemma", "tied_head": True, "norms": "around", "activation": "gelu", "norm_offset": 1.0,
     "score_width": 256, "head_size": 256, "scaled_embedding": True, "norm_epsilon": 1e-6,
@@ -71,12 +72,16 @@ MODELS: dict[str, dict[str, Any]] = {
     "olmo2-1b": {**OLMO, **sized(16, 2048, 16, 16, 8192)},
     "olmo2-7b": {**OLMO, **sized(32, 4096, 32, 32, 11008)},
     "mistral-7b": {**MISTRAL, **sized(32, 4096, 32, 8, 14336), "vocabulary": 32000, "sliding_window": 4096},
+    "smollm-135m": {"type": "llama", **sized(30, 576, 9, 3, 1536), "vocabulary": 49152, "tied_head": True},
+    "gemma1-2b": {**GEMMA, "norms": "before", **sized(18, 2048, 8, 1, 16384), "vocabulary": 256128},
+    "qwen1.5-moe": {**QWEN_2, **sized(24, 2048, 16, 16, 5632), "vocabulary": 151936,
+                    "experts": {"count": 60, "active": 4, "width": 1408, "shared": 5632, "shared_gate": True}},
     "mistral-nemo": {**MISTRAL, **sized(40, 5120, 32, 8, 14336), "vocabulary": 131072},
 }  # fmt: skip
 
 
 class Row(NamedTuple):
-    """A step: `rows` sequences of `length` tokens on a chip, in parts of equal size."""
+    """A step: `rows` sequences of `length` tokens on a chip, in parts of equal size; `more`: further sections."""
 
     model: str
     topology: str  # of a slice
@@ -85,15 +90,17 @@ class Row(NamedTuple):
     length: int
     remat: str
     microbatches: int = 1
+    more: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
-        return (
-            f"{self.model} {self.slices} x {self.topology} {self.rows} x {self.length} {self.remat} {self.microbatches}"
-        )
+        place = f"{self.slices} x {self.topology}" if self.slices > 1 else self.topology
+        parts = f" / {self.microbatches}" if self.microbatches > 1 else ""
+        keys = "".join(f" {key}={json.dumps(value)}" for key, value in self.more)
+        return f"{self.model} {place} {self.rows} x {self.length}{parts} {self.remat}{keys}"
 
     def config(self) -> dict[str, Any]:
         chips = math.prod(int(each) for each in self.topology.partition(":")[2].split("x"))
-        return {
+        found: dict[str, Any] = {
             "name": self.model,
             "steps": 1000,
             "mesh": {"replica": self.slices, "data": chips},
@@ -106,6 +113,13 @@ class Row(NamedTuple):
             },
             "optimizer": {"type": "adamw", "learning_rate": 3e-4},
         }
+        for key, value in self.more:
+            section, _, name = key.partition(".")
+            if name:
+                found[section] = {**found.get(section, {}), name: value}
+            else:
+                found[section] = value
+        return found
 
 
 SWEEP = [
@@ -143,42 +157,107 @@ SWEEP = [
         )
         for remat in ("context", "full")
     ),
+    Row("smollm-135m", "v5e:4x4", 1, 8, 2048, "projections"),
+    Row("smollm-135m", "v6e:2x4", 2, 8, 2048, "none"),
+    Row("gemma1-2b", "v6e:4x4", 1, 4, 8192, "full"),
+    Row("gemma2-2b", "v6e:4x4", 1, 1, 8192, "none"),
+    Row("gemma2-2b", "v6e:4x4", 1, 2, 8192, "projections"),
+    Row("olmo2-1b", "v5e:4x4", 1, 1, 8192, "projections"),
+    Row("llama3.2-1b", "v5e:4x4", 1, 4, 8192, "offload"),
+    Row("qwen1.5-moe", "v5p:2x2x4", 1, 2, 4096, "full"),
+    Row("qwen1.5-moe", "v5p:2x2x4", 1, 2, 4096, "full", 1, (("mapping", {"compute": {"experts": "data"}}),)),
+    Row(
+        "llama3.2-3b",
+        "v5e:4x4",
+        1,
+        2,
+        4096,
+        "full",
+        1,
+        (("start_from", "a run"), ("adapter", {"type": "lora", "rank": 16, "base": "nf4"})),
+    ),
+    Row("llama3.2-1b", "v5e:4x4", 1, 4, 4096, "context", 1, (("start_from", "a run"), ("objective", {"type": "dpo"}))),
+    Row("qwen3-8b", "v6e:8x8", 1, 2, 8192, "context", 1, (("compute.matmul", "int8"),)),
+    Row(
+        "qwen3-8b",
+        "v5e:4x8",
+        1,
+        1,
+        8192,
+        "context",
+        1,
+        (("mesh", {"stage": 4, "data": 8}), ("pipeline", {"repeats": 1, "microbatches": 4}), ("batch.size", 32)),
+    ),
+    Row("llama3.2-1b", "v5e:4x4", 1, 1, 32768, "context", 1, (("mesh", {"context": 4, "data": 4}), ("batch.size", 4))),
+    Row("llama3.2-1b", "v5e:4x4", 2, 4, 8192, "context", 1, (("sync", {"type": "diloco"}),)),
+    Row("llama3.2-1b", "v5e:4x4", 2, 4, 8192, "context", 1, (("sync", {"type": "streaming_diloco"}),)),
 ]
 
 
-def setup_of(row: Row) -> Setup:
-    """Return the setup of a row's step on the topology, for which the TPU compiler is needed."""
+def plan_of(row: Row) -> Plan:
+    """Return the plan of a row's step, for which the TPU compiler is needed."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.json"
         path.write_text(json.dumps(row.config()))  # JSON is YAML
         config = load(TrainConfig, path, [])
-    return setup_for(config, 257, topology_target(row.topology, row.slices, None))
+    return plan_step(config, TOKENS, topology_target(row.topology, row.slices, None), MEMORY)
 
 
-def compiled_peak(row: Row, setup: Setup) -> int:
-    """Return the bytes of a device at the peak, by the compiler."""
-    request = Request(setup.config, 257, row.topology, row.slices)
-    return reported(request, STEP, tree_bytes(setup).arguments).memory.peak
+def by_hand(setup: Setup) -> float:
+    """Return `6 N + 12 * layers * heads * head_size * keys` of a decoder for a token; see `docs/plan.md`, "FLOPs"."""
+    config, model = setup.config, setup.config.model
+    head, products = 0, 0.0
+    for weight in weights_of(setup.base):
+        active = model.experts.active / model.experts.count if model.experts and EXPERTS in weight.axis_names else 1
+        if weight.axes[0].name != "vocab" or model.tied_head:
+            products += active * weight.size
+        head += (
+            weight.size if "vocab" in weight.axis_names and (weight.axes[0].name != "vocab" or model.tied_head) else 0
+        )
+    kinds = [model.kinds[kind].window for kind in model.kind_numbers]
+    positions = config.batch.sequence_length
+    pairs = 2 * model.layers * model.heads * model.HeadSize.size * visible(positions, kinds) / positions
+    forward, factors = 2 * products + 2 * pairs, 0 if config.adapter is None else parameter_count(setup.model)
+    if config.adapter is not None:
+        return 2 * forward + 2 * pairs + 6 * factors
+    if config.objective.needs_reference:
+        return 4 * forward + 2 * head
+    return 3 * forward
+
+
+class Ratios(NamedTuple):
+    """Those of a row: the model's FLOPs over the count by hand, and bounds over the compiler's figures."""
+
+    flops: float
+    memory: float
+    seconds: float
+
+
+def ratios(plan: Plan) -> Ratios:
+    bound = Bounds(TOKENS, plan.target).of(plan.setup)
+    return Ratios(
+        plan.model.visible / by_hand(plan.setup),
+        bound.bytes / plan.step.memory.peak,
+        bound.seconds / plan.seconds(None),
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--again", action="store_true", help="compile rows that are in the file, too")
     parser.add_argument("--only", nargs="+", choices=MODELS)
     options = parser.parse_args()
-    kept = json.loads(FILE.read_text())
-    print("| step | closed form, GiB | compiled, GiB | ratio |\n|---|---|---|---|")
+    print("| step | peak, GiB | fits | inside a slice, GB | FLOPs of a step and chip | FLOPs / by hand | bound / peak |"
+          " bound / seconds |\n|---|---|---|---|---|---|---|---|")  # fmt: skip
     for row in SWEEP:
-        if options.only and row.model not in options.only:
-            continue
-        setup = setup_of(row)
-        if str(row) not in kept or options.again:
-            step = step_shape(setup)
-            kept[str(row)] = {"kind": kind_of(step), "sizes": sizes_of(step), "peak": compiled_peak(row, setup)}
-            lines = (f"{json.dumps(name)}: {json.dumps(each)}" for name, each in kept.items())
-            FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-        closed, peak = estimate(setup, TPU).peak, kept[str(row)]["peak"]
-        print(f"| {row} | {closed / GIB:.2f} | {peak / GIB:.2f} | {peak / closed:.2f} |", flush=True)
+        if options.only is None or row.model in options.only:
+            plan = plan_of(row)
+            found, peak, work = ratios(plan), plan.memory.peak, plan.work
+            print(
+                f"| {row} | {peak / GIB:.2f} | {'yes' if peak <= plan.memory_bytes else 'no'} | "
+                f"{plan.link_bytes['inside slice'] / 1e9:.1f} | {work.flops:.4g} | {found.flops:.4f} | "
+                f"{found.memory:.2f} | {found.seconds:.2f} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":
