@@ -165,7 +165,16 @@ SWEEP = [
     Row("olmo2-1b", "v5e:4x4", 1, 1, 8192, "projections"),
     Row("llama3.2-1b", "v5e:4x4", 1, 4, 8192, "offload"),
     Row("qwen1.5-moe", "v5p:2x2x4", 1, 2, 4096, "full"),
-    Row("qwen1.5-moe", "v5p:2x2x4", 1, 2, 4096, "full", 1, (("mapping", {"compute": {"experts": "data"}}),)),
+    Row(
+        "qwen1.5-moe",
+        "v5p:2x2x4",
+        1,
+        2,
+        4096,
+        "full",
+        1,
+        (("mesh", {"replica": 4, "data": 4}), ("mapping", {"compute": {"experts": "data"}})),
+    ),
     Row(
         "llama3.2-3b",
         "v5e:4x4",

@@ -1,6 +1,6 @@
 """What compiled steps send, recorded: any other collective, size or number of runs is a change to look at.
 
-The records were made by programs whose bytes closed forms told to the byte. `RECORD_SENT=1 pytest TESTS` makes them
+The records are of programs whose bytes were also counted by hand, to the byte. `RECORD_SENT=1 pytest TESTS` makes them
 anew; the difference of `sent.json` is then what the change does.
 """
 

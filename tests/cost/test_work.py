@@ -104,6 +104,18 @@ def test_what_is_not_known_is_told_and_counts_once():
     assert called.memory_bytes == 2 * A.nbytes
 
 
+def test_a_kernel_of_other_shapes_and_a_decomposition():
+    """By its grid, not as rows of experts."""
+    stacked = jnp.ones((4, 8, 16))
+
+    def body(x, y):
+        y[...] = x[...] + 1
+
+    added = work(lambda x: pl.pallas_call(body, jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x), stacked)
+    assert (added.flops, added.unknown) == (0, frozenset())
+    assert work(jnp.linalg.cholesky, jnp.eye(4)).unknown == {"cholesky"}
+
+
 def test_devices_of_a_shard_map_count_each():
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"))
     split = jax.shard_map(jnp.dot, mesh=mesh, in_specs=(P("a"), P()), out_specs=P("a"))

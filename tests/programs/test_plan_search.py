@@ -215,8 +215,23 @@ def test_of_steps_as_fast_the_configured_one_is_the_best():
     assert known.best(own.candidate) == other
 
 
-def test_several_calls_run_at_once_and_an_error_is_raised():
+def test_several_calls_run_at_once_and_one_that_cannot_be_compiled_ends_no_other():
     both = Barrier(2, timeout=60)
     assert at_once([lambda: both.wait() >= 0, lambda: both.wait() >= 0, lambda: 3], 2) == [True, True, 3]
-    with pytest.raises(UserError, match="no devices"):
-        at_once([lambda: 1, lambda: (_ for _ in ()).throw(UserError("no devices"))], 2)
+
+    def fail(error: Exception):
+        raise error
+
+    first, second = at_once([lambda: 1, lambda: fail(UserError("no devices"))], 2)
+    assert (first, str(second)) == (1, "no devices")
+    with pytest.raises(RuntimeError, match="ours"):
+        at_once([lambda: fail(RuntimeError("ours")), lambda: 1], 1)
+
+
+def test_what_the_compiler_refuses_is_left_out_with_its_reason():
+    refused = Compiler(257, TARGET, None, None, str)
+    known, one = _Known(setup_for(CONFIG, 257, TARGET), refused), ranked({}, 1.0)
+    object.__setattr__(refused, "plans", lambda given: [UserError("a fault of the compiler") for _ in given])
+    known.ask([one])
+    assert known.left_out == {"a fault of the compiler": 1}
+    assert known.most_promising([one]) == []

@@ -31,8 +31,8 @@ class Work:
     - `eight_bit_flops`: those of `flops` in products of 8-bit numbers
     - `memory_bytes`: read from and written to the devices' memory
     - `host_bytes`: moved to the hosts' memory and back
-    - `saved_bytes`: of the results that loops keep of each iteration, such as what a backward pass needs of each layer,
-      all at the same time; those in hosts' memory are left out
+    - `saved_bytes`: the most that one loop, with those inside of it, keeps of each iteration, such as what a backward
+      pass needs of each layer; what lies in hosts' memory is left out
     - `unknown`: names of operations whose products are not known, and of loops that count once
     """
 
@@ -49,8 +49,8 @@ class Work:
         return self.flops - self.hidden_flops
 
     def __add__(self, other: "Work") -> "Work":
-        sums = {name: vars(self)[name] + vars(other)[name] for name in (*COUNTS, "saved_bytes")}
-        return Work(**sums, unknown=self.unknown | other.unknown)
+        sums = {name: vars(self)[name] + vars(other)[name] for name in COUNTS}
+        return Work(**sums, saved_bytes=max(self.saved_bytes, other.saved_bytes), unknown=self.unknown | other.unknown)
 
     def __mul__(self, times: float) -> "Work":
         return replace(self, **{name: times * vars(self)[name] for name in COUNTS}) if times else Work()
@@ -93,7 +93,8 @@ def _of_equation(equation: Any, scopes: Scopes, outputs: Sequence[bool]) -> Work
             return Work(host_bytes=_bytes(equation.outvars) * moves)
         case "scan":
             kept = [each for each in equation.outvars[given["num_carry"] :] if "host" not in str(each.aval).lower()]
-            return _work(given["jaxpr"], scopes) * given["length"] + Work(saved_bytes=_bytes(kept))
+            body = _work(given["jaxpr"], (*scopes, LOOP)) * given["length"]
+            return replace(body, saved_bytes=body.saved_bytes + _bytes(kept))
         case "while":
             return _of_loop(equation, scopes)
         case "cond":
@@ -102,26 +103,26 @@ def _of_equation(equation: Any, scopes: Scopes, outputs: Sequence[bool]) -> Work
             devices = prod(given["mesh"].shape[axis] for axis in given["newly_manual_axes"])
             return _work(given["jaxpr"], scopes, outputs) * devices
     inner = sum((_work(each, scopes) for each in _functions(given.values())), Work())
-    return inner + _unknown(equation) if any(word in name for word in OPAQUE) else inner
+    return inner + _unknown(equation) if name in DECOMPOSITIONS or any(word in name for word in OPAQUE) else inner
 
 
 def _of_kernel(equation: Any) -> float | None:
-    """Return the FLOPs of a Pallas kernel: declared, of rows by matrices of groups, or of each block of its grid."""
+    """Return the FLOPs of a Pallas kernel: declared, of each block of its grid, or of rows by matrices of groups."""
     given, grid = equation.params, equation.params["grid_mapping"].grid
     if (flops := attention_flops(equation)) is not None:
         return flops
     if given["cost_estimate"] is not None:
         return given["cost_estimate"].flops
-    shapes = [each.aval.shape for each in equation.invars]
-    if matrices := [shape for shape in shapes if len(shape) == 3]:
-        rows = max(shape[0] for shape in shapes if len(shape) == 2)
-        return sum(2 * rows * inputs * outputs for _, inputs, outputs in matrices)
-    known = all(isinstance(size, int) for size in grid)
-    return _work(given["jaxpr"], ()).flops * prod(grid) if known else None
+    if all(isinstance(size, int) for size in grid):
+        return _work(given["jaxpr"], ()).flops * prod(grid)
+    shapes = [each.aval.shape for each in equation.invars]  # a computed grid visits the rows of each group
+    rows = max((shape[0] for shape in shapes if len(shape) == 2), default=None)
+    matrices = [shape for shape in shapes if len(shape) == 3]
+    return sum(2 * rows * inputs * outputs for _, inputs, outputs in matrices) if rows and matrices else None
 
 
 def _of_loop(equation: Any, scopes: Scopes) -> Work:
-    body, count = _work(equation.params["body_jaxpr"], scopes), times_of(scopes[-1])
+    body, count = _work(equation.params["body_jaxpr"], (*scopes, LOOP)), times_of("/".join(scopes).rpartition(LOOP)[2])
     return body + Work(unknown=frozenset({"while"} if body.flops else ())) if count is None else body * count
 
 
@@ -185,8 +186,9 @@ def _fused_attention(products: int) -> Callable[[Any], float]:
 
     def flops(equation: Any) -> float:
         batch, positions, heads, size = equation.invars[0].aval.shape
-        window = equation.params["sliding_window_length"]
-        return 2 * products * batch * heads * size * visible(positions, [window])
+        causal, window = "CAUSAL" in str(equation.params["mask_type"]), equation.params["sliding_window_length"]
+        pairs = visible(positions, [window]) if causal else positions * equation.invars[1].aval.shape[1]
+        return 2 * products * batch * heads * size * pairs
 
     return flops
 
@@ -196,14 +198,17 @@ PRODUCTS: dict[str, Callable[[Any], float]] = {
     "ragged_dot_general": _grouped,
     "conv_general_dilated": _convolution,
     "triangular_solve": _triangular,
-    "dot_product_attention_fwd": _fused_attention(2),
-    "dot_product_attention_bwd": _fused_attention(5),
+    **{f"dot_product_attention_fwd{end}": _fused_attention(2) for end in ("", "_wrapper")},
+    **{f"dot_product_attention_bwd{end}": _fused_attention(5) for end in ("", "_wrapper")},
 }
 # What moves beside products: results of gathers and sorts, and the updates of scatters.
 MOVED: dict[str, Callable[[Any], Any]] = {
     "gather": lambda equation: equation.outvars,
     "sort": lambda equation: equation.outvars,
+    "top_k": lambda equation: equation.invars,
     "scatter": lambda equation: equation.invars[2:],
     "scatter-add": lambda equation: equation.invars[2:],
 }
 OPAQUE = ("callback", "ffi_call", "custom_call")
+DECOMPOSITIONS = {"cholesky", "eig", "eigh", "svd", "qr", "geqrf", "householder_product", "lu", "schur", "hessenberg"}
+LOOP = "|"  # among the scopes: the body of a loop begins

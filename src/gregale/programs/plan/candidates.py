@@ -175,7 +175,7 @@ def setups(setup: Setup, tokens: int, left_out: Counter[str], replicas: Iterable
     for sizes in (each for count in replicas or (setup.layout.replicas,) for each in meshes(setup, count)):
         config = replace(setup.config, mesh=replace(setup.config.mesh, **sizes))
         config = replace(config, batch=replace(config.batch, microbatches=1))
-        if config.pipeline is not None:
+        if config.pipeline is not None and sizes != dict(setup.layout.mesh.shape):
             config = replace(config, pipeline=replace(config.pipeline, microbatches=None, repeats=1))
         try:
             yield set_up(config, tokens, make_mesh(config.mesh, devices))
@@ -195,25 +195,26 @@ class Bounds:
 
     Time is that of products, or of the transfers of parameters if they take longer, at the peak of the chip and of its
     links inside a slice. A device holds its state, weights that are gathered once, and its share of what the backward
-    pass needs.
+    pass needs. Of a pipeline idle stages do not count, nor what it keeps, which depends on its numbers.
     """
 
     def __init__(self, tokens: int, target: Target):
         self._tokens, self._target = tokens, target
-        self._known: dict[str, tuple[float, float]] = {}  # by the policy of `remat`: FLOPs without idle stages, bytes
+        self._known: dict[str, tuple[float, float]] = {}  # by the policy of `remat`: FLOPs, and bytes of one microbatch
         self._states: dict[Mesh, int] = {}  # bytes of a device's state
 
     def of(self, setup: Setup) -> Bound:
         """Return the bounds for the configuration of a setup on its mesh; its methods may be those of another."""
         config, devices, chip = setup.config, setup.layout.mesh.size, self._target.chip
-        busy = 1 if (schedule := setup.schedule()) is None else 1 - schedule.bubble
         remat, microbatches = (config.pipeline or config.compute).remat, config.batch.microbatches
         if remat not in self._known:
-            work = step_work(set_up(config, self._tokens, setup.layout.mesh))
-            flops = work.flops - work.eight_bit_flops * (1 - 1 / EIGHT_BIT)
-            self._known[remat] = busy * flops, microbatches * work.saved_bytes
+            whole = config if config.pipeline else replace(config, batch=replace(config.batch, microbatches=1))
+            work = step_work(traced := set_up(whole, self._tokens, setup.layout.mesh))
+            flops, schedule = work.flops - work.eight_bit_flops * (1 - 1 / EIGHT_BIT), traced.schedule()
+            busy = (1 - schedule.bubble) * flops if schedule else flops
+            self._known[remat] = busy, 0.0 if schedule else work.saved_bytes
         flops, saved = self._known[remat]
-        compute, use = flops / busy / devices / chip.flops_per_second, parameter_use(setup)
+        compute, use = flops / devices / chip.flops_per_second, parameter_use(setup)
         seconds = self._target.devices_a_chip * max(compute, use.sent / chip.link_bytes_per_second)
         mesh = setup.layout.mesh
         if mesh not in self._states:

@@ -99,11 +99,11 @@ def parameter_use(setup: Setup) -> ParameterUse:
     per_step = config.compute.gather == "per_step"
     gathers = 1 if per_step else 2 * microbatches
     sent = memory = held = 0.0
-    for weights, passes in ((trained, gathers + microbatches), (frozen, gathers)):
+    for weights, passes, uses in ((trained, gathers + microbatches, 3), (frozen, gathers, 2)):
         for weight in weights:
             used, others = in_use(layout, weight)
             sent += passes * width * used * (others - 1) / others
-            memory += 3 * microbatches * width * (used - weight.size / layout.mesh.size)
+            memory += uses * microbatches * width * (used - weight.size / layout.mesh.size)
             held += width * used * per_step
     return ParameterUse(sent, memory, int(held))
 

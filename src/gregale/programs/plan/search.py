@@ -70,7 +70,8 @@ class Found:
     memory: int  # bytes of a device for programs
     tokens: int  # of a step
     left_out: dict[str, int]  # number of impossible candidates by reason
-    remedies: list[Remedy]  # if nothing fits, changes that need less memory than the smallest candidate
+    smallest: Candidate | None = None  # if nothing fits, the one that needs the least
+    remedies: list[Remedy] = field(default_factory=list)  # its changes that need less memory
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -83,6 +84,7 @@ class Found:
             "configured": dict(self.configured.settings),
             "candidates": [self._with_rate(each) for each in self.ranked],
             "left_out": self.left_out,
+            "smallest": None if self.smallest is None else self.smallest.yaml(),
             "remedies": [vars(each) for each in self.remedies],
         }
 
@@ -109,8 +111,8 @@ class Compiler:
     def processes(self) -> int:
         return 1 if self.target.topology is None else PROCESSES
 
-    def plans(self, given: Sequence[tuple[str, TrainConfig]]) -> list[Plan]:
-        """Return the plans of configurations; each has a name for the report."""
+    def plans(self, given: Sequence[tuple[str, TrainConfig]]) -> list[Plan | UserError]:
+        """Return the plans of configurations, or why one cannot be compiled; each has a name for the report."""
         return at_once([lambda each=each: self._plan(*each) for each in given], self.processes)
 
     def _plan(self, name: str, config: TrainConfig) -> Plan:
@@ -134,7 +136,10 @@ class Compiler:
 
 
 def at_once(calls: Sequence[Callable[[], Any]], most: int) -> list[Any]:
-    """Return the results of calls, `most` at the same time, in threads that end with the process; or raise an error."""
+    """Return the results of calls, or their `UserError`, `most` at the same time; raise any other error.
+
+    The threads end with the process.
+    """
     found: dict[int, Any] = {}
 
     def run(number: int) -> None:
@@ -149,11 +154,10 @@ def at_once(calls: Sequence[Callable[[], Any]], most: int) -> list[Any]:
             each.start()
         for each in threads:
             each.join()
-    results = [found[number] for number in range(len(calls))]
-    for each in results:
-        if isinstance(each, BaseException):
-            raise each
-    return results
+        for each in found.values():
+            if isinstance(each, BaseException) and not isinstance(each, UserError):
+                raise each
+    return [found[number] for number in range(len(calls))]
 
 
 def search(config: TrainConfig, compiler: Compiler) -> Found:
@@ -168,12 +172,17 @@ def search(config: TrainConfig, compiler: Compiler) -> Found:
     ranked, configured = all_candidates(setup, tokens, target, left_out), candidate_of(setup)
     compiler.report(f"{len(ranked)} candidates by their bounds")
     known = _Known(setup, compiler)
-    known.ask([each for each in ranked if each.candidate == configured])
+    own = [each for each in ranked if each.candidate == configured]
+    known.ask(own or [RankedCandidate(configured, *Bounds(tokens, target).of(setup))])
+    if configured not in known.answers:
+        raise UserError(*known.left_out)
     while asked := known.most_promising(ranked):
         known.ask(asked)
     if known.fitting and not target.simulated:
-        left_out += known.ask_unrolled(known.fitting[0])
+        known.ask_unrolled(known.fitting[0])
+    left_out += known.left_out
     best, answers = known.best(configured), dict(known.answers)
+    smallest = min(known.refused, key=compiler.peak) if best is None else None
     return Found(
         ranked=[answers.pop(each.candidate, each) for each in ranked] + [*answers.values()],
         best=best,
@@ -181,7 +190,8 @@ def search(config: TrainConfig, compiler: Compiler) -> Found:
         memory=min([target.memory_bytes, *(plan.memory_bytes for plan in known.refused)]),
         tokens=config.batch.tokens,
         left_out=dict(left_out),
-        remedies=[] if best is not None else remedies(min(known.refused, key=compiler.peak), compiler),
+        smallest=None if smallest is None else candidate_of(smallest.setup),
+        remedies=[] if smallest is None else remedies(smallest, compiler),
     )
 
 
@@ -204,12 +214,14 @@ def all_candidates(setup: Setup, tokens: int, target: Target, left_out: Counter[
 
 @dataclass
 class _Known:
-    """Results of the compilations so far: by candidate, and the plans that do not fit."""
+    """Results of the compilations so far: by candidate, the plans that do not fit, and what cannot be compiled."""
 
     setup: Setup
     compiler: Compiler
     answers: dict[Candidate, RankedCandidate] = field(default_factory=dict)
     refused: list[Plan] = field(default_factory=list)
+    asked: set[Candidate] = field(default_factory=set)
+    left_out: Counter[str] = field(default_factory=Counter)
 
     @property
     def fitting(self) -> list[RankedCandidate]:
@@ -225,8 +237,8 @@ class _Known:
 
     def most_promising(self, ranked: Iterable[RankedCandidate]) -> list[RankedCandidate]:
         """Return the next candidates to compile: none if enough fit and no other promises more, or at the limit."""
-        count = min(self.compiler.processes, MAX_COMPILED - len(self.answers))
-        others = [each for each in ranked if each.candidate not in self.answers]
+        count = min(self.compiler.processes, MAX_COMPILED - len(self.asked))
+        others = [each for each in ranked if each.candidate not in self.asked | self.answers.keys()]
         every = ((self._is_doubtful(each), self._expected(each), number) for number, each in enumerate(others))
         found = [others[number] for doubtful, seconds, number in sorted(every) if self._promises(doubtful, seconds)]
         return found[: max(0, count)]
@@ -263,24 +275,23 @@ class _Known:
         return False
 
     def ask(self, ranked: Sequence[RankedCandidate]) -> None:
-        """Compile the programs of some candidates to the memory report."""
+        """Compile the programs of some candidates to the memory report; count those that cannot be compiled."""
         config, compiler = self.setup.config, self.compiler
         plans = compiler.plans([(str(each.candidate), each.candidate.of(config)) for each in ranked])
         for each, plan in zip(ranked, plans, strict=True):
+            self.asked.add(each.candidate)
+            if isinstance(plan, UserError):
+                self.left_out[str(plan)] += 1
+                continue
             peak = compiler.peak(plan)
             fits = peak <= plan.memory_bytes
             self.answers[each.candidate] = replace(each, peak=peak, seconds=compiler.seconds(plan), fits=fits)
             self.refused += [] if fits else [plan]
 
-    def ask_unrolled(self, best: RankedCandidate) -> Counter[str]:
-        """Compile the best candidate with unrolled layers; return the reasons if that is impossible."""
-        if dict(best.candidate.settings).get(UNROLL, UNROLLED) >= UNROLLED:
-            return Counter()  # also in a pipeline, which has no such key
-        try:
+    def ask_unrolled(self, best: RankedCandidate) -> None:
+        """Compile the best candidate with unrolled layers; a pipeline has no such key."""
+        if dict(best.candidate.settings).get(UNROLL, UNROLLED) < UNROLLED:
             self.ask([replace(best, candidate=best.candidate.changed(UNROLL, UNROLLED))])
-        except UserError as error:
-            return Counter([str(error)])
-        return Counter()
 
 
 def remedies(plan: Plan, compiler: Compiler) -> list[Remedy]:
@@ -295,6 +306,8 @@ def remedies(plan: Plan, compiler: Compiler) -> list[Remedy]:
     def compiled(some: Sequence[tuple[int, Change]]) -> None:
         plans = compiler.plans([(flags(keys), config) for _, (keys, config) in some])
         for (kind, (keys, _)), own in zip(some, plans, strict=True):
+            if isinstance(own, UserError):
+                continue
             peak = compiler.peak(own)
             remedy = Remedy(flags(keys), peak, peak <= own.memory_bytes, compiler.seconds(own) / seconds)
             found.append((remedy, kind))

@@ -404,24 +404,27 @@ class Plan:
             for collective in program.audit.collectives:
                 sent[collective.link] += program.share * collective.bytes_sent * collective.counted
         traffic = self.setup.method.traffic()
-        if traffic is not None and traffic.kinds:
+        if traffic is not None and traffic.kinds and sent[BETWEEN]:
             sent[BETWEEN] = traffic.average
         return sent
 
     @property
     def work(self) -> DeviceWork:
-        """Return the work of one device in a step; all devices share the work of a program alike."""
-        setup, step, devices = self.setup, self.step.work, self.setup.layout.mesh.size
-        tokens = setup.config.batch.tokens / devices
-        own = step.memory_bytes / devices + parameter_use(setup).memory + 2 * tree_bytes(setup).state
+        """Return the work of one device in a step, on average; all devices share the work of a program alike."""
+        setup, devices, trees = self.setup, self.setup.layout.mesh.size, tree_bytes(self.setup)
+        tokens, own = setup.config.batch.tokens / devices, trees.parameters + trees.optimizer + trees.counters
+
+        def average(name: str) -> float:
+            return sum(each.share * vars(each.work)[name] for each in self.programs.values()) / devices
+
         return DeviceWork(
             model_flops=tokens * self.model.visible,
             full_flops=tokens * self.model.full,
-            flops=step.flops / devices,
-            memory_bytes=own,
+            flops=average("flops"),
+            memory_bytes=average("memory_bytes") + parameter_use(setup).memory + 2 * own + trees.frozen,
             link_bytes=self.link_bytes,
-            host_bytes=step.host_bytes / devices,
-            eight_bit_flops=step.eight_bit_flops / devices,
+            host_bytes=average("host_bytes"),
+            eight_bit_flops=average("eight_bit_flops"),
         )
 
     def schedule(self, program: Program, between_bytes_per_second: float | None) -> Schedule | None:

@@ -295,7 +295,7 @@ def print_search(report: dict[str, Any], console: Console) -> None:
     for line in lines:
         console.print(line)
     if best is None:
-        console.print("Nothing fits.")
+        console.print(f"Nothing fits. The smallest:\n{report['smallest']}", end="")
         print_remedies(report["remedies"], console)
         return
     answer = "The configured settings are the best" if best["settings"] == report["configured"] else "The best"
