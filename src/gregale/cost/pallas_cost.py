@@ -162,9 +162,9 @@ def attention_flops(equation: Any) -> float | None:
     """
     given, name = equation.params, equation.params["name"] or ""
     found = _KERNEL.search(name)
-    if found is None or not given["metadata"]:
+    if found is None or "xprof_metadata" not in (given["metadata"] or {}):
         return None
-    counts = json.loads(given["metadata"].get("xprof_metadata", "{}"))
+    counts = json.loads(given["metadata"]["xprof_metadata"])
     size = next((each.aval.shape[-1] for each in equation.invars if len(each.aval.shape) == 4), None)
     if size is None or not {"whole", "diagonal", "edge", "block_q"} <= counts.keys():
         return None  # JAX's own kernels have the same names
