@@ -49,6 +49,16 @@ def test_by_hand(arguments, expected):
         assert found == pytest.approx(expected, rel=0.01)
 
 
+def test_weights_in_blocks_are_multiplied_as_others():
+    wide = {"hidden": 128, "head_size": 32, "heads": 4, "kv_heads": 2}
+    adapters = (LoraConfig(rank=4, targets=("query", "down"), base=base) for base in ("dtype", "nf4"))
+    exact, four = (
+        model_flops(small_setup((1, 2, 1), compute={"remat": "full"}, model=wide, others={**ADAPTED, "adapter": each}))
+        for each in adapters
+    )
+    assert exact == four
+
+
 def test_a_comparison_has_a_forward_pass_more():
     """And computes the logits of the policy again for their gradients."""
     own = model_flops(small_setup((1, 1, 1)))

@@ -157,8 +157,10 @@ def _value(setup: Setup, name: str) -> Any:
 
 def meshes(setup: Setup, replica: int) -> Iterator[dict[str, int]]:
     """Yield all meshes of as many devices with this number of replicas; with a pipeline, of at least two stages."""
-    sizes = {**setup.layout.mesh.shape, "replica": replica}
-    devices = setup.layout.mesh.size // sizes["island"] // replica
+    shape = setup.layout.mesh.shape
+    sizes = {axis: size for axis, size in shape.items() if axis in vars(setup.config.mesh)} | {"replica": replica}
+    others = prod(size for axis, size in shape.items() if axis not in sizes)  # of the run's own axes
+    devices = setup.layout.mesh.size // sizes["island"] // replica // others
     piped = setup.config.pipeline is not None
     for stage, context, model in product(_divisors(devices), repeat=3):
         if devices % (stage * context * model) == 0 and (stage > 1) == piped:
@@ -175,7 +177,7 @@ def setups(setup: Setup, tokens: int, left_out: Counter[str], replicas: Iterable
     for sizes in (each for count in replicas or (setup.layout.replicas,) for each in meshes(setup, count)):
         config = replace(setup.config, mesh=replace(setup.config.mesh, **sizes))
         config = replace(config, batch=replace(config.batch, microbatches=1))
-        if config.pipeline is not None and sizes != dict(setup.layout.mesh.shape):
+        if config.pipeline is not None and sizes.items() - setup.layout.mesh.shape.items():
             config = replace(config, pipeline=replace(config.pipeline, microbatches=None, repeats=1))
         try:
             yield set_up(config, tokens, make_mesh(config.mesh, devices))
@@ -280,7 +282,8 @@ def _on_meshes(setup: Setup, tokens: int, bounds: Bounds) -> Iterator[tuple[floa
         factor = 2
         while factor <= sizes[source] and sizes[source] % factor == 0:
             moved = {source: sizes[source] // factor, to: sizes[to] * factor}
-            config = replace(setup.config, mesh=replace(setup.config.mesh, **{**sizes, **moved}))
+            kept = {axis: size for axis, size in sizes.items() if axis in vars(setup.config.mesh)}
+            config = replace(setup.config, mesh=replace(setup.config.mesh, **{**kept, **moved}))
             with suppress(UserError):
                 own = set_up(config, tokens, make_mesh(config.mesh, list(setup.layout.mesh.devices.flat)))
                 yield bounds.of(own).seconds, {f"mesh.{axis}": size for axis, size in moved.items()}, config

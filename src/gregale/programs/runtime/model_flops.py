@@ -17,7 +17,7 @@ import haliax as hax
 import jax
 from haliax import Axis
 
-from gregale.axes.layout import BATCH, POSITION, MappingConfig, make_mesh
+from gregale.axes.layout import BATCH, POSITION, MappingConfig, MeshConfig, make_mesh
 from gregale.axes.parameters import buffers_of, trainable
 from gregale.cost.work import work_of
 from gregale.programs.runtime.batches import abstract_batch
@@ -34,14 +34,15 @@ class ModelFlops(NamedTuple):
 def model_flops(setup: Setup) -> ModelFlops:
     """Return the FLOPs of a setup's model for a token; for a model with attention of its own, `visible` is `full`."""
     config, batch = setup.config, setup.config.batch
-    sizes, rows = dict.fromkeys(setup.layout.mesh.shape, 1), config.objective.rows_together
+    rows = config.objective.rows_together
     plain = {"autodiff_rules": "plain", "attention": "xla", "remat": "none", "matmul": "dtype", "gather": "per_layer"}
     config = replace(
         config,
-        mesh=replace(config.mesh, **sizes),
+        mesh=MeshConfig(data=1),
         batch=replace(batch, size=rows, microbatches=1),
         compute=replace(config.compute, **plain, loss_block=rows * batch.sequence_length, compiler_options={}),
         mapping=MappingConfig(),
+        adapter=config.adapter and replace(config.adapter, base="dtype"),  # other bases take no `remat: none`
         pipeline=None,
     )
     layout = checked_layout(config, make_mesh(config.mesh, [setup.layout.mesh.devices.flat[0]]), setup.Vocab)
