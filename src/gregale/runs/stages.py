@@ -71,7 +71,6 @@ OF_A_RUN += ("plugins", "cpu_devices", "compilation_cache", "distributed")
 JOINING = {"sync", "reduce"}  # keys with which the replicas are joined, and part anew
 # Keys that are fixed when a run resumes with another configuration, but that a stage can change.
 BY_STAGE = ("batch.sequence_length", "model.rotary_base", "model.rotary_scaling")
-MIXTURES = "data.replica_mixtures"  # likewise, as long as there are as many
 
 
 class Stage(NamedTuple):
@@ -169,9 +168,7 @@ def changed(config: Any, given: Mapping[str, Any], key: str) -> Any:
         found = decoded(type(config), merged(draccus.encode(config), own))
     except UserError as error:
         raise KeyedError(key, "has an invalid change", f": {error}") from None
-    as_many = len(found.data.replica_mixtures) == len(config.data.replica_mixtures)
-    by_stage = (*BY_STAGE, MIXTURES) if as_many else BY_STAGE
-    fixed = [each for each in changes(config, found) if each.fixed and not each.key.startswith(by_stage)]
+    fixed = [each for each in changes(config, found) if each.fixed and not each.key.startswith(BY_STAGE)]
     if fixed:
         named = "; ".join(f"{change} ({change.fixed.why})" for change in fixed if change.fixed)
         raise KeyedError(key, "has a change", f" that a run cannot make: {named}.")

@@ -48,9 +48,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         _pipeline(report["pipeline"], console)
     memory = report["memory"]
     rows = [
-        (label, size(memory[key]))
-        for key, label in MEMORY_ROWS.items()
-        if (memory[key] or 0) > COUNTS * (key == "counters")
+        (label, size(memory[key])) for key, label in MEMORY_ROWS.items() if memory[key] > COUNTS * (key == "counters")
     ]
     if len(report["programs"]) > 1:
         rows[-1:-1] = [(f"  of {name}", size(each["peak"])) for name, each in report["programs"].items()]
@@ -83,7 +81,7 @@ def _head(report: dict[str, Any], console: Console) -> None:
     kernels = report["kernels"]
     others = "; ".join([kernels["rules"], *(f"{key}: {form}" for key, form in kernels.items() if key != "rules")])
     active, frozen = report["active_parameters"], report["frozen_parameters"]
-    of_a_token = f", of which a token uses {active:,}," if active not in (None, report["parameters"]) else ""
+    of_a_token = f", of which a token uses {active:,}," if active != report["parameters"] else ""
     if frozen:
         of_a_token = f"{' of adapters' * (frozen > report['parameters'])} beside {frozen:,} frozen ones"
     console.print(
@@ -220,8 +218,6 @@ def _percent(share: float | None) -> str:
 
 def _speed(report: dict[str, Any], console: Console) -> None:
     bound = report["roofline"]
-    if bound is None:
-        return
     rows = [("compute", f"{bound['compute_seconds']:.4g} s"), ("memory", f"{bound['memory_seconds']:.4g} s")]
     rows += [(f"link {link}", f"{seconds:.4g} s") for link, seconds in bound["link_seconds"].items()]
     rows += [("to the host and back", f"{bound['host_seconds']:.4g} s")] if bound["host_seconds"] else []
