@@ -155,11 +155,15 @@ def _value(setup: Setup, name: str) -> Any:
     return value
 
 
+def standard_sizes(setup: Setup) -> dict[str, int]:
+    """Return the sizes of the mesh, without axes of the run's own (`mesh.axes`)."""
+    return {axis: size for axis, size in setup.layout.mesh.shape.items() if axis in vars(setup.config.mesh)}
+
+
 def meshes(setup: Setup, replica: int) -> Iterator[dict[str, int]]:
     """Yield all meshes of as many devices with this number of replicas; with a pipeline, of at least two stages."""
-    shape = setup.layout.mesh.shape
-    sizes = {axis: size for axis, size in shape.items() if axis in vars(setup.config.mesh)} | {"replica": replica}
-    others = prod(size for axis, size in shape.items() if axis not in sizes)  # of the run's own axes
+    sizes = {**standard_sizes(setup), "replica": replica}
+    others = prod(size for axis, size in setup.layout.mesh.shape.items() if axis not in sizes)
     devices = setup.layout.mesh.size // sizes["island"] // replica // others
     piped = setup.config.pipeline is not None
     for stage, context, model in product(_divisors(devices), repeat=3):
@@ -277,13 +281,12 @@ def changes(setup: Setup, tokens: int, bounds: Bounds) -> list[list[Change]]:
 
 def _on_meshes(setup: Setup, tokens: int, bounds: Bounds) -> Iterator[tuple[float, dict[str, Any], TrainConfig]]:
     """Yield the possible meshes with devices moved from an axis to one that splits more."""
-    sizes = dict(setup.layout.mesh.shape)
+    sizes = standard_sizes(setup)
     for source, to in MOVES:
         factor = 2
         while factor <= sizes[source] and sizes[source] % factor == 0:
             moved = {source: sizes[source] // factor, to: sizes[to] * factor}
-            kept = {axis: size for axis, size in sizes.items() if axis in vars(setup.config.mesh)}
-            config = replace(setup.config, mesh=replace(setup.config.mesh, **{**kept, **moved}))
+            config = replace(setup.config, mesh=replace(setup.config.mesh, **{**sizes, **moved}))
             with suppress(UserError):
                 own = set_up(config, tokens, make_mesh(config.mesh, list(setup.layout.mesh.devices.flat)))
                 yield bounds.of(own).seconds, {f"mesh.{axis}": size for axis, size in moved.items()}, config
