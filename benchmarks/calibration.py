@@ -1,14 +1,16 @@
-"""Gregale's clock beside published measurements of TPUs: the ratios, and the one factor that `plan` uses.
+"""Gregale's clock beside published measurements of TPUs: the ratios, and the factors that `plan` uses.
 
     python benchmarks/calibration.py [--rows rows.json --compile 32b-v5e]
 
 A row is the step of a published run, as far as Gregale can express it: the same model, chips, and tokens a chip and
 step, parameters split over all chips, and the rematerialisation that is nearest to the published one. Published figures
 are FLOP/s a chip by the publisher's own count, `6 N + 12 x layers x heads x head_size x positions` a token, with all
-parameters in `N`. The factor is the geometric mean of the ratios of seconds, published over estimated, over all rows.
+parameters in `N`; of a mixture, tokens a second. A factor is the geometric mean of the ratios of seconds, published
+over estimated: one of all dense models, one of all mixtures of experts.
 
 With `--compile` the seconds are those of the compiled program, which takes five to fifteen minutes of a processor a
-row; its report is kept in `--rows`. Otherwise they are of the roofline and of the compiled example of the same chip:
+row; its report is kept in `--rows`. A mixture needs it. Otherwise they are of the roofline and of the compiled example
+of the same chip:
 
 - products at the peak, times the example's compute cycles over its products at the peak
 - attention by JAX's splash kernels, which the published runs had, by their bundles
@@ -40,6 +42,11 @@ LLAMA_3_8B = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "mlp": 1
 LLAMA_3_70B = {"layers": 80, "hidden": 8192, "heads": 64, "kv_heads": 8, "mlp": 28672, "vocabulary": 128256}
 LLAMA_2_70B = {**LLAMA_3_70B, "vocabulary": 32000}
 WIDE = {"heads": 64, "kv_heads": 64, "head_size": 128, "mlp": 28672, "vocabulary": 32000}
+EXPERTS = {"count": 8, "active": 2}
+MIXTRAL = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "vocabulary": 32000,
+           "experts": {**EXPERTS, "width": 14336}}  # fmt: skip
+LARGE_MIXTRAL = {"layers": 56, "hidden": 6144, "heads": 48, "kv_heads": 8, "vocabulary": 32768,
+                 "experts": {**EXPERTS, "width": 16384}}  # fmt: skip
 MAXTEXT = "MaxText, README, configs/"
 RECIPES = "AI-Hypercomputer/tpu-recipes, training/trillium/"
 
@@ -52,16 +59,18 @@ class Published:
     - `rows`, `length`: sequences of a chip and step, and their tokens
     - `remat`: Gregale's policy nearest to the published one
     - `teraflops`: of a chip and second, by the publisher's count
+    - `tokens`: of a chip and second; 0: by `teraflops`
     """
 
     name: str
-    model: dict[str, int]
+    model: dict[str, Any]
     topology: str
     rows: int
     length: int
     remat: str
     teraflops: float
     source: str
+    tokens: float = 0
 
     @property
     def chips(self) -> int:
@@ -70,6 +79,8 @@ class Published:
     @property
     def seconds(self) -> float:
         """Return the published time of a step."""
+        if self.tokens:
+            return self.rows * self.length / self.tokens
         m = self.model
         inner = m.get("head_size", m["hidden"] // m["heads"]) * m["heads"]
         layer = m["hidden"] * (2 * inner + 2 * inner * m["kv_heads"] // m["heads"] + 3 * m["mlp"])
@@ -98,6 +109,12 @@ ROWS = {
                            RECIPES + "Llama2-70B-MaxText"),
     "2-70b-v5p": Published("Llama 2 70B", LLAMA_2_70B, "v5p:4x8x8", 4, 4096, "context", 300.2,
                            "MaxText, optimized models tiering, configs/v5p/llama2_70b.sh"),
+    "8x7b-v5p": Published("Mixtral 8x7B", MIXTRAL, "v5p:4x4x4", 36, 4096, "full", 241.3,
+                          "MaxText, optimized models tiering", tokens=2909),
+    "8x7b-v6e": Published("Mixtral 8x7B", MIXTRAL, "v6e:16x16", 8, 4096, "offload", 323.2,
+                          RECIPES + "Mixtral-8x7B-MaxText", tokens=3896.8),
+    "8x22b-v6e": Published("Mixtral 8x22B", LARGE_MIXTRAL, "v6e:16x16", 8, 4096, "offload", 332.3,
+                           "MaxText, optimized models tiering", tokens=1326),
 }  # fmt: skip
 
 
@@ -215,13 +232,19 @@ def main() -> None:
         if key not in kept:
             kept[key] = planned(ROWS[key])
             options.rows.write_text(json.dumps(kept, indent=1))
-    clock = {key: kept[key]["estimate"]["seconds"] if key in kept else estimated(row) for key, row in ROWS.items()}
-    factor = math.exp(sum(math.log(ROWS[key].seconds / seconds) for key, seconds in clock.items()) / len(clock))
-    print(f"Factor: {factor:.3f}\n")
-    print("| model | chips | tokens a chip | utilisation, published | at most | ratio | calibrated | off | source |")
+    mixtures = {key for key, row in ROWS.items() if "experts" in row.model}
+    clock = {key: kept[key]["estimate"]["seconds"] for key in ROWS if key in kept}
+    clock |= {key: estimated(row) for key, row in ROWS.items() if key not in kept.keys() | mixtures}
+    factors = {}
+    for name, keys in (("dense models", clock.keys() - mixtures), ("mixtures", clock.keys() & mixtures)):
+        ratios = [ROWS[key].seconds / clock[key] for key in keys]
+        if ratios:
+            factors |= dict.fromkeys(keys, factor := math.exp(sum(map(math.log, ratios)) / len(ratios)))
+            print(f"Factor of {name}: {factor:.3f}, of a row {min(ratios):.2f} to {max(ratios):.2f}")
+    print("\n| model | chips | tokens a chip | utilisation, published | at most | ratio | calibrated | off | source |")
     print("|---|---|---|---|---|---|---|---|---|")
     for key, seconds in clock.items():
-        row, ratio = ROWS[key], ROWS[key].seconds / seconds
+        row, ratio, factor = ROWS[key], ROWS[key].seconds / seconds, factors[key]
         share = row.teraflops * 1e12 / CHIPS[row.topology.partition(":")[0]].flops_per_second
         figures = f"{share:.1%} | {share * ratio:.1%} | {ratio:.2f} | {share * ratio / factor:.1%}"
         figures += f" | {ratio / factor - 1:+.0%}"

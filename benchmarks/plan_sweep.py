@@ -10,6 +10,8 @@ by the schedule, both at most 1. `make soak` asserts them.
 import argparse
 import json
 import math
+import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,6 +78,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma1-2b": {**GEMMA, "norms": "before", **sized(18, 2048, 8, 1, 16384), "vocabulary": 256128},
     "qwen1.5-moe": {**QWEN_2, **sized(24, 2048, 16, 16, 5632), "vocabulary": 151936,
                     "experts": {"count": 60, "active": 4, "width": 1408, "shared": 5632, "shared_gate": True}},
+    "mixer": {"type": "causal_mixer", "layers": 24, "hidden": 2048},
     "mistral-nemo": {**MISTRAL, **sized(40, 5120, 32, 8, 14336), "vocabulary": 131072},
 }  # fmt: skip
 
@@ -200,11 +203,35 @@ SWEEP = [
     Row("llama3.2-1b", "v5e:4x4", 1, 1, 32768, "context", 1, (("mesh", {"context": 4, "data": 4}), ("batch.size", 4))),
     Row("llama3.2-1b", "v5e:4x4", 2, 4, 8192, "context", 1, (("sync", {"type": "diloco"}),)),
     Row("llama3.2-1b", "v5e:4x4", 2, 4, 8192, "context", 1, (("sync", {"type": "streaming_diloco"}),)),
+    Row(
+        "mixer",
+        "v5e:4x4",
+        2,
+        4,
+        8192,
+        "full",
+        1,
+        (("plugins", ["causal_mixer", "adan"]), ("optimizer", {"type": "adan"})),
+    ),
+    Row(
+        "llama3.2-1b",
+        "v6e:4x4",
+        2,
+        4,
+        8192,
+        "context",
+        1,
+        (("plugins", ["sign_diloco"]), ("sync", {"type": "sign_diloco"})),
+    ),
 ]
+EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"  # the plugins
 
 
 def plan_of(row: Row) -> Plan:
     """Return the plan of a row's step, for which the TPU compiler is needed."""
+    if str(EXAMPLES) not in sys.path:  # of this process, and of those that compile
+        sys.path.append(str(EXAMPLES))
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(EXAMPLES))))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.json"
         path.write_text(json.dumps(row.config()))  # JSON is YAML
@@ -218,14 +245,14 @@ def by_hand(setup: Setup) -> float:
     head, products = 0, 0.0
     for weight in weights_of(setup.base):
         active = model.experts.active / model.experts.count if model.experts and EXPERTS in weight.axis_names else 1
-        if weight.axes[0].name != "vocab" or model.tied_head:
+        tied = model.tied_head if model.head_width else True
+        if weight.axes[0].name != "vocab" or tied:
             products += active * weight.size
-        head += (
-            weight.size if "vocab" in weight.axis_names and (weight.axes[0].name != "vocab" or model.tied_head) else 0
-        )
-    kinds = [model.kinds[kind].window for kind in model.kind_numbers]
-    positions = config.batch.sequence_length
-    pairs = 2 * model.layers * model.heads * model.HeadSize.size * visible(positions, kinds) / positions
+        head += weight.size if "vocab" in weight.axis_names and (weight.axes[0].name != "vocab" or tied) else 0
+    pairs, positions = 0.0, config.batch.sequence_length
+    if model.head_width:
+        kinds = [model.kinds[kind].window for kind in model.kind_numbers]
+        pairs = 2 * model.layers * model.heads * model.HeadSize.size * visible(positions, kinds) / positions
     forward, factors = 2 * products + 2 * pairs, 0 if config.adapter is None else parameter_count(setup.model)
     if config.adapter is not None:
         return 2 * forward + 2 * pairs + 6 * factors

@@ -9,7 +9,7 @@ import numpy as np
 from gregale.axes.layout import EXPERTS, mapping_rows
 from gregale.axes.parameters import layer_order, parameter_count, trainable
 from gregale.cost.chips import GBIT
-from gregale.cost.overlap import CALIBRATION, Schedule
+from gregale.cost.overlap import DENSE, MIXTURE, Schedule
 from gregale.cost.roofline import Roofline
 from gregale.methods.comparison import compared
 from gregale.methods.schedule import Schedule as MethodSchedule
@@ -177,7 +177,8 @@ def estimate_of(plan: Plan, schedule: Schedule, bandwidth: float | None) -> dict
     `unlisted_kernels` count at the chip's peak, because the table of kernels lacks them.
     """
     seconds, utilisation = schedule.seconds, plan.roofline(bandwidth).utilisation
-
+    factor = DENSE if plan.setup.config.model.experts is None else MIXTURE
+    range_seconds = [factor.least * seconds, factor.most * seconds]
     return {
         "seconds": seconds,
         "compute_seconds": schedule.compute,
@@ -185,7 +186,11 @@ def estimate_of(plan: Plan, schedule: Schedule, bandwidth: float | None) -> dict
         "exposed_seconds": schedule.exposed,
         **utilisation(seconds),
         "unlisted_kernels": sorted(schedule.unlisted),
-        "calibrated": {"seconds": CALIBRATION * seconds, **utilisation(CALIBRATION * seconds)},
+        "calibrated": {
+            "seconds": factor.mean * seconds,
+            "range_seconds": range_seconds,
+            **utilisation(factor.mean * seconds),
+        },
     }
 
 
@@ -248,11 +253,6 @@ def notes_of(plan: Plan, programs: dict[str, dict[str, Any]]) -> list[str]:
         notes.append(
             f"replicas join over {traffic.period} steps; if fragments differ in size, the programs are those of the "
             "largest. The roofline spreads their traffic over those steps."
-        )
-    if plan.setup.config.model.experts is not None and any(each["estimate"] for each in programs.values()):
-        notes.append(
-            "the clock leaves out gathers of the experts' rows, so that utilisation is a bound: published mixtures "
-            "reach 24 to 53 percent."
         )
     if plan.setup.config.pipeline is not None:
         notes.append("idle stages of a pipeline also compute, and the roofline includes that.")

@@ -201,7 +201,7 @@ def _estimate(programs: dict[str, dict[str, Any]], console: Console) -> None:
         (
             name,
             *(f"{found[key]:.4g} s" for key in keys),
-            f"{found['calibrated']['seconds']:.4g} s",
+            "{:.4g} s ({:.3g} to {:.3g})".format(found["calibrated"]["seconds"], *found["calibrated"]["range_seconds"]),
             *(f"{_percent(found['calibrated'][key])} to {_percent(found[key])}" for key in UTILISATION),
         )
         for name, program in programs.items()
