@@ -471,14 +471,14 @@ class Driver:
     def message_sent(self, number: int, fetch_down: Callable[[], commands.DeviceToHostCopy], used: int) -> None:
         """Accept the message of a round; `fetch_down` waits until the message is on the host."""
         with self._lock:
-            count = self._trainer.message_sent(number, self._time())
+            count, began = self._trainer.message_sent(number, self._time()), self._time()
             self._log.begin()
 
         def store(found: commands.DeviceToHostCopy) -> None:
             self.worker.store_messages(number, found.messages)
             with self._lock:
+                self._trainer.copied(self._time() - began)
                 if count == self.member.handover.count:  # otherwise the message is obsolete
-                    self._trainer.copied(self._time())
                     self.post(
                         protocol.MessageReady(number, found.weight, used, self._leaving, found.norm, self.worker.link)
                     )

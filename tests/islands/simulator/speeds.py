@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from gregale.islands.protocol.member import GRACE_STEPS, Member
 from gregale.islands.protocol.messages import Rules, Timing
 from gregale.islands.protocol.trainer_side import REDUCES
@@ -38,6 +40,7 @@ class Observed(World):
         schedule: Schedule,
         member_class: type[Member],
         steps: int = 10**9,
+        copy_seconds: float = 0.0,
     ):
         super().__init__(0, member_class)
         fragments, closing = (schedule.fragments,), schedule.rounds(steps - 1)
@@ -45,6 +48,7 @@ class Observed(World):
         self.weather = Weather(0.0, 0.0, 0.0, 0.0, 0.0)
         self.pace = RoundPacing(schedule, steps, False, REDUCES * timing.reduce_seconds)
         self.step_seconds = {f"i{index}": seconds for index, seconds in enumerate(step_seconds)}
+        self.copy_seconds = {f"i{len(step_seconds) - 1}": copy_seconds}
         self.paces = {name: Pace() for name in self.step_seconds}
         for name in self.step_seconds:
             self.later(self.rng.random(), lambda name=name: self.start(name))
@@ -72,11 +76,37 @@ def paces(
     seconds: float,
     member_class: type[Member] = Member,
     steps: int = 10**9,
+    copy_seconds: float = 0.0,
 ) -> list[Pace]:
-    """Return what became of islands with these steps after so many seconds; `steps`: of the run."""
-    world = Observed(step_seconds, timing, schedule, member_class, steps)
+    """Return what became of islands with these steps after so many seconds.
+
+    - `steps`: of the run
+    - `copy_seconds`: from a handover of the last island until its message is on the host; 0: as of the others
+    """
+    world = Observed(step_seconds, timing, schedule, member_class, steps, copy_seconds)
     world.run_until(seconds)
     return list(world.paces.values())
+
+
+def check_others(found: Sequence[Pace], alone: Pace, schedule: Schedule) -> None:
+    """Raise `BrokenError` if an island heals, or the last one brakes the others."""
+    if heals := [each.heals for each in found if each.heals]:
+        raise BrokenError(f"islands heal without a fault: {heals}")
+    share = 0.95 if schedule.delay else 1 / (1 + GRACE_STEPS / (schedule.period / schedule.fragments))
+    if len(found[0].rounds) < share * len(alone.rounds):
+        raise BrokenError(f"{len(found[0].rounds)} rounds in place of {len(alone.rounds)}")
+
+
+def check_copies(found: Sequence[Pace], alone: Pace, schedule: Schedule, copy_seconds: float) -> None:
+    """Raise `BrokenError` if the last island, whose copies take longer, brakes the others, is left out, or heals.
+
+    It contributes within the time of two copies and of the rounds of two periods.
+    """
+    check_others(found, alone, schedule)
+    period = schedule.fragments * (alone.rounds[-1][0] - alone.rounds[0][0]) / (len(alone.rounds) - 1)
+    times = [found[-1].rounds[0][0], *(at for at, weight in found[-1].rounds if weight), found[-1].rounds[-1][0]]
+    if (longest := max(np.diff(times))) > 2 * (copy_seconds + period):
+        raise BrokenError(f"an island with copies of {copy_seconds:g} s contributes to no round for {longest:.0f} s")
 
 
 def check(found: Sequence[Pace], alone: Pace, schedule: Schedule) -> None:
@@ -85,12 +115,8 @@ def check(found: Sequence[Pace], alone: Pace, schedule: Schedule) -> None:
     - `found`: of islands of which the last one is slower than the others, which are equal
     - `alone`: of one of the others without it
     """
-    fast, slow = found[0], found[-1]
-    if heals := [each.heals for each in found if each.heals]:
-        raise BrokenError(f"islands heal without a fault: {heals}")
-    share = 0.95 if schedule.delay else 1 / (1 + GRACE_STEPS / (schedule.period / schedule.fragments))
-    if len(fast.rounds) < share * len(alone.rounds):
-        raise BrokenError(f"{len(fast.rounds)} rounds in place of {len(alone.rounds)}")
+    slow = found[-1]
+    check_others(found, alone, schedule)
     ends = [at for at in slow.steps if at > slow.rounds[0][0]]
     for begin, end in zip(ends, ends[3:], strict=False):
         inside = [weight for at, weight in slow.rounds if begin < at <= end]

@@ -9,7 +9,7 @@ from gregale.islands.protocol.member import GRACE_STEPS, Member
 from gregale.islands.protocol.messages import LAN, WAN
 from gregale.methods.schedule import Schedule
 from tests.islands.simulator.invariants import BrokenError
-from tests.islands.simulator.speeds import Pace, check, paces
+from tests.islands.simulator.speeds import Pace, check, check_copies, paces
 
 NETWORKS = {"lan": (LAN, 0.3), "wan": (WAN, 3.0), "long": (WAN, 15.0)}  # with the seconds of a step
 STEPS = 240  # of the fast islands
@@ -40,6 +40,29 @@ FACTORS = (1, 1.2, 1.4, 1.5, 1.6, *range(2, 16), 20, 25, 31, 40, 50)
 @pytest.mark.parametrize(("network", "delay", "fragments", "slower"), CASES)
 def test_a_slow_island_contributes_and_brakes_nobody(network, delay, fragments, slower):
     run(network, delay, fragments, slower)
+
+
+def run_copies(network: str, delay: int, fragments: int, steps: float, kind: type[Member] = Member) -> None:
+    """Run a fleet of equal steps with an island whose messages take so many steps to its host, and check it."""
+    timing, seconds = NETWORKS[network]
+    schedule = Schedule(6 * max(fragments, 2), fragments, delay, fragments)
+    found = paces([seconds] * (FAST + 1), timing, schedule, STEPS * seconds, kind, copy_seconds=steps * seconds)
+    check_copies(found, alone(network, schedule), schedule, steps * seconds)
+
+
+@pytest.mark.parametrize(
+    ("network", "delay", "fragments", "steps"),
+    [("wan", 1, 2, 3.3), ("lan", 1, 2, 10), ("wan", 2, 4, 30), ("lan", 0, 2, 5)],
+)
+def test_an_island_with_long_copies_contributes_and_brakes_nobody(network, delay, fragments, steps):
+    run_copies(network, delay, fragments, steps)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("network", NETWORKS)
+def test_no_island_with_long_copies_is_left_out_or_brakes_the_others(network):
+    for delay, fragments, steps in product((0, 1, 2), (1, 2, 3, 5, 8), (0.1, 0.5, 1, 1.5, 2, 3, 4, 6, 8, 12, 20, 50)):
+        run_copies(network, delay, fragments, steps)
 
 
 @pytest.mark.soak
@@ -98,6 +121,13 @@ class WaitsLonger(Member):
         return super()._grace() if self._fastest else GRACE_STEPS * self.handover.step_seconds
 
 
+class WaitsForItsCopy(Member):
+    """Waits for the copy of its own message, however long that takes."""
+
+    def _grace(self):
+        return super()._grace() + 2 * self.handover.copy_seconds
+
+
 class AnswersNoEarlyMessage(Member):
     def _on_early_message(self, event):
         pass
@@ -116,3 +146,9 @@ class AnswersNoEarlyMessage(Member):
 def test_a_planted_mistake_is_found(kind, case):
     with pytest.raises(BrokenError):
         run(*case, kind=kind)
+
+
+@pytest.mark.parametrize(("kind", "case"), [(WaitsForItsCopy, ("wan", 1, 2, 3.3)), (NeverEarly, ("lan", 1, 2, 10))])
+def test_a_planted_mistake_in_copies_is_found(kind, case):
+    with pytest.raises(BrokenError):
+        run_copies(*case, kind)

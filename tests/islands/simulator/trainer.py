@@ -142,10 +142,11 @@ class Trainer:
         used = self._leases.used_after(self._batches)
         norm = None if self.factor is None else self.factor * weight**0.7 * node.world.rng.uniform(0.5, 2.0)
         shot = m.MessageReady(number, weight, used, self._is_final, norm)
-        node.world.later(node.world.rng.random() * DOWN_SECONDS, lambda: self._down(count, shot, fragment))
+        seconds = node.world.copy_seconds.get(node.name) or node.world.rng.random() * DOWN_SECONDS
+        node.world.later(seconds, lambda: self._down(count, shot, fragment, seconds))
 
-    def _down(self, count: int, shot: m.MessageReady, fragment: int) -> None:
+    def _down(self, count: int, shot: m.MessageReady, fragment: int, seconds: float) -> None:
+        self.side.copied(seconds)
         if count == self._node.member.handover.count:
             self.fragment, self.message = fragment, f"{self._node.identity} {count}"
-            self.side.copied(self._node.clock)
             self._node.tell(shot)

@@ -107,6 +107,7 @@ class World:
         self.electors: dict[tuple[Generation, int], tuple[str, ...]] = {}
         self.nodes: dict[str, Node] = {}
         self.step_seconds: dict[str, float] = {}  # by name; otherwise drawn from `speeds`
+        self.copy_seconds: dict[str, float] = {}  # of a message to the host, by name; otherwise drawn
         self.speeds = UNEQUAL if number % 5 == 4 else (0.1, 0.3, 0.8)
         self.states: dict[str, OuterRecord] = {}
         self.disks: dict[str, tuple[Checkpoint, int]] = {}  # with the number of examples that the island has used

@@ -58,6 +58,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import fsum, log2
+from statistics import median_low
 
 from gregale.distributed.agreement import difference, from_text
 from gregale.islands.protocol import outliers
@@ -244,6 +245,11 @@ class Decision:
     def fastest(self) -> float:
         """The shortest step that a member reports, in seconds; 0 if none does."""
         return min((each.step_seconds for each in self.headers.values() if each.step_seconds), default=0.0)
+
+    @property
+    def copying(self) -> float:
+        """The usual seconds from a handover until a message is on the host: the lower median of the members'."""
+        return median_low([each.copy_seconds for each in self.headers.values() if each.copy_seconds] or [0.0])
 
     @property
     def addresses(self) -> tuple[str, ...]:

@@ -98,7 +98,7 @@ class Member:
         self._peers: tuple[str, ...] = ()  # addresses in the newest view
         self._pings = 0  # announcements so far
         self._link = 0  # level of the link's rate, at the newest message
-        self._fastest = 0.0  # the shortest step in the newest view
+        self._fastest = self._copying = 0.0  # the shortest step, and the usual time of a copy, in the newest view
         self._needs_view = True  # must see a view, whether or not a round is due
         self._healing = False
         self._heard_at, self._error = math.nan, ""  # when the coordinator answered; why it did not answer since
@@ -240,7 +240,7 @@ class Member:
         if self.rules.stage_at(event.round) == self.rules.stage_at(self.outer.round):  # another has other examples
             self._used = max(self._used, event.used)
         self._link = event.link
-        self.handover.early = self._is_slow()
+        self._learn_pace()
         if event.round in (self.handover.wanted, self.handover.number):
             self.handover.arrive(event)
             if event.norm is None:
@@ -346,8 +346,9 @@ class Member:
             self.done = True
             self._do(m.Rejected(f"{decision.refused[self._me]}; this island ends, the others go on"))
             return
-        self._peers, self._fastest, self._headers = decision.addresses, decision.fastest, decision.headers
-        self.handover.early = self._is_slow()
+        self._peers, self._headers = decision.addresses, decision.headers
+        self._fastest, self._copying = decision.fastest, decision.copying
+        self._learn_pace()
         if self._me in decision.current:
             self._vain_heals, self._hold_time_before = 0, 0.0
             self._needs_view = not (isinstance(plan, Wait) and plan.idle)
@@ -624,6 +625,7 @@ class Member:
             holder=self.holder,
             used=self._used,
             step_seconds=self.handover.step_seconds,
+            copy_seconds=round(self.handover.copy_seconds, 3),
             link=self._link,
             recorded=self._recorded,
             electors=self._electors if is_strict else (),
@@ -678,21 +680,29 @@ class Member:
         return self._is_closing and self.handover.due and not self.rules.lockstep and self._now >= self._grace_end
 
     def _grace(self) -> float:
-        """Return the seconds for which a round waits for this member's step and for the copy of its message."""
-        grace, timing = self.timing.grace_seconds, self.timing
+        """Return the seconds for which a round waits for this member's step and for the copy of its message.
+
+        The others wait no longer than this, so a member whose copy takes longer requests the view without its message.
+        """
+        grace, timing, step = self.timing.grace_seconds, self.timing, self.handover.step_seconds
         if self._is_closing:
-            grace = max(GRACE_STEPS * self.handover.step_seconds, timing.leave_seconds)
-        elif grace is None and self._fastest:
+            return max(GRACE_STEPS * step, timing.leave_seconds) + 2 * self.handover.copy_seconds
+        if grace is None and self._fastest:
             grace = min(GRACE_STEPS * self._fastest, timing.max_grace_seconds)
         elif grace is None:  # the first round: the others' steps are not known yet, and they wait no longer
-            grace = min(GRACE_STEPS * self.handover.step_seconds, timing.join_seconds)
-        return grace + 2 * self.handover.copy_seconds
+            grace = min(GRACE_STEPS * step, timing.join_seconds)
+        return grace + 2 * self._copying
+
+    def _learn_pace(self) -> None:
+        self.handover.grace_seconds, self.handover.early = self._grace(), self._is_slow()
 
     def _is_slow(self) -> bool:
-        """Return whether this member's steps are too long for the others to wait for one."""
+        """Return whether this member's steps, or copies of its messages, are too long for the others to wait."""
+        step, copy, grace = self.handover.step_seconds, self.handover.copy_seconds, GRACE_STEPS * self._fastest
         # Where rounds follow one another in few steps, even a short wait makes them fewer.
-        most = min(GRACE_STEPS * self._fastest, self.handover.interval_seconds / 2)
-        return not self.rules.lockstep and 0 < max(EQUAL_STEPS * self._fastest, most) < self.handover.step_seconds
+        most = max(EQUAL_STEPS * self._fastest, min(grace, self.handover.interval_seconds / 2))
+        is_slow = most < step or grace + 2 * self._copying < step + copy
+        return self._fastest > 0 and not self.rules.lockstep and is_slow
 
     def _needed(self) -> int:
         """Return the smallest number of members of a view that is of use to this member."""

@@ -3,7 +3,9 @@ and the state of that message (`Handover`).
 
 An island whose steps are much longer than those of the fastest one (`Handover.early`) is in the middle of a step when a
 round falls due. So it hands its message over at its last step boundary before that, as earlier rounds let it expect. Of
-several rounds that fall due within its next step it takes the one whose fragment it contributed to least recently.
+several rounds that fall due within its next step it takes the one whose fragment it contributed to least recently. An
+island whose messages take longer to its host than those of the others does so too, for a round that such a message
+reaches; it does not replace one that reaches a round before.
 
 The driver and the simulator use this module. It has no clock: callers pass the time.
 """
@@ -16,7 +18,7 @@ from statistics import median
 from gregale.islands.protocol.messages import NO_ROUND, EarlyMessage, MessageReady, RoundDue
 from gregale.islands.trainer_command import ApplyRound, Arrival, LoadOuterState, RoundPacing, SendMessage
 
-TIMED_ROUNDS, TIMED_STEPS = 15, 5  # in the medians
+TIMED_ROUNDS, TIMED_STEPS = 15, 5  # in the medians; as many copies as steps
 LATE = 2.0  # times the median
 LATE_ROUNDS = 2  # intervals after the last due round, after which a slow island announces one
 EARLY = 1.25  # steps within which a round must be expected for a message before it is due
@@ -33,20 +35,22 @@ class Handover:
     - `own`: this island has made its steps for the round, and announces to its peers that the round is due
     - `old`: the island has made another round of steps since the handover, so a new message contains more
     - `starved`: the trainer makes no steps, because no data is leased to it
-    - `early`: this island's steps are too long for the others to wait for one, so it hands messages over before rounds
-      are due
+    - `early`: this island's steps or copies are too long for the others to wait for one, so it hands messages over
+      before rounds are due
+    - `grace_seconds`: for which the others wait, once a round is due
     - `wanted`: the number of the round whose message the trainer must hand over at its next step boundary
     - `number`: the number of the round for which the newest message was made; None: it is used up, or obsolete
     - `snapshot`: the message, once it is available on the host
     - `count`: the number of the newest message, in all rounds; another number once that message is obsolete
-    - `step_seconds`, `copy_seconds`: recent times of a step, and from a handover until the message is on the host
+    - `steps`: of this island since the last round that was due
+    - `step_seconds`, `copy_seconds`: medians of recent steps, and from a handover until the message is on the host
     - `fragments`: a message of one round serves every later round a multiple of these later
     """
 
     def __init__(self) -> None:
-        self.count, self.fragments = 0, 1
+        self.count, self.steps, self.fragments = 0, 0, 1
         self.starved = self.early = False
-        self.step_seconds = self.copy_seconds = 0.0
+        self.step_seconds = self.copy_seconds = self.grace_seconds = 0.0
         self._due_at: float | None = None
         self._between: deque[float] = deque(maxlen=TIMED_ROUNDS)  # seconds from due round to due round
         self.state_replaced()
@@ -71,7 +75,7 @@ class Handover:
     def fall_due(self, now: float) -> None:
         if self._due_at is not None:
             self._between.append(now - self._due_at)
-        self.due, self._due_at = True, now
+        self.due, self._due_at, self.steps = True, now, 0
 
     def due_in(self, rounds: int) -> float | None:
         """Return the time at which so many rounds will have been due since the last one that was; None: unknown."""
@@ -81,6 +85,11 @@ class Handover:
     def interval_seconds(self) -> float:
         """The usual seconds from due round to due round; infinite before the second one."""
         return median(self._between) if self._between else math.inf
+
+    def missed(self, now: float) -> int:
+        """Return how many of the next rounds a message misses that is handed over now."""
+        lacking = now + self.copy_seconds - self.grace_seconds - max(self.due_in(1) or 0.0, now)
+        return max(0, math.ceil(lacking / self.interval_seconds)) if lacking > 0 else 0
 
     def serves(self, number: int) -> bool:
         """Return whether the newest message contributes to round `number`."""
@@ -130,8 +139,8 @@ class TrainerSide:
         self._before = 0  # steps in the current message
         self._begun: float | None = None  # the time of the current round's announcement or message
         self._round_seconds: deque[float] = deque(maxlen=TIMED_ROUNDS)  # from announcements or messages to decisions
-        self._stepped_at, self._waited, self._sent_at = now, 0.0, 0.0
-        self._step_seconds: deque[float] = deque(maxlen=TIMED_STEPS)
+        self._stepped_at, self._waited = now, 0.0
+        self._step_seconds, self._copy_seconds = (deque[float](maxlen=TIMED_STEPS) for _ in range(2))
         self._made = 0  # steps of this process
         self._contributed: dict[int, int] = {}  # `_made` when this island last contributed, by fragment
 
@@ -142,12 +151,15 @@ class TrainerSide:
         """
         self._since += 1
         self._made += 1
+        self._handover.steps += 1
         self._step_seconds.append(max(now - self._stepped_at - (waited - self._waited), 0.0))
         self._stepped_at, self._waited = now, waited
         self._handover.step_seconds = median(self._step_seconds)
 
-    def copied(self, now: float) -> None:
-        self._handover.copy_seconds = now - self._sent_at
+    def copied(self, seconds: float) -> None:
+        """Note how long a message took to the host, also one that is obsolete by now."""
+        self._copy_seconds.append(seconds)
+        self._handover.copy_seconds = median(self._copy_seconds)
 
     @property
     def undecided_steps(self) -> int:
@@ -164,7 +176,7 @@ class TrainerSide:
         Returns the message's number; `Handover.count` differs from it once the message is obsolete. It is obsolete at
         once if the round was decided, or the state replaced, after the trainer got the command.
         """
-        self._before, self._since, self._sent_at = self.undecided_steps, 0, now
+        self._before, self._since = self.undecided_steps, 0
         if number != self._handover.wanted or self._arrivals:
             return -1
         self._begin(now)
@@ -245,8 +257,12 @@ class TrainerSide:
             return False
         needed = self._pace.interval(number)
         if handover.due and handover.sent and not handover.weighs_nothing:
-            return not self._pace.waits and self._since >= needed + self._pace.schedule.delay
+            is_old = self._since >= needed + self._pace.schedule.delay
+            return is_old and handover.snapshot is not None and not self._pace.waits
         made = self._since - (needed == 0) if handover.due else self.undecided_steps  # another message has other steps
+        made = (
+            min(made, handover.steps) if handover.early else made
+        )  # its message is of steps before the last round too
         return made >= needed or (starved and (made > 0 or not handover.sent)) or self._is_overdue(now)
 
     def _is_overdue(self, now: float) -> bool:
@@ -262,8 +278,13 @@ class TrainerSide:
             return None
         if self._pace.waits and handover.sent:
             return None
-        first = number + handover.due
-        expected = {each: handover.due_in(each - first + 1) for each in range(first, first + schedule.fragments)}
+        coming = number + handover.due
+        first = coming + handover.missed(now)
+        if handover.number is not None:
+            reached = max(handover.number, coming + (handover.number - coming) % schedule.fragments)
+            if reached < first:
+                return None
+        expected = {each: handover.due_in(each - coming + 1) for each in range(first, first + schedule.fragments)}
         seconds = {each: at - handover.copy_seconds - now for each, at in expected.items() if at is not None}
         seconds = {each: left for each, left in seconds.items() if each < self._pace.closing}
         within = [each for each, left in seconds.items() if left <= handover.step_seconds]
