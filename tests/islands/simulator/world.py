@@ -34,6 +34,7 @@ TIMING = Timing(
     hold_seconds=0.5,
     network_seconds=1.0,
 )
+COPIES = (0.0, 0.0, 1.0, 4.0)  # seconds of a message to the host, in some worlds; 0: as in the others
 UNEQUAL = (0.1, 0.3, 2.0, 5.0)  # seconds of a step in some schedules
 SAVES = 0.1  # share of steps after which an island saves
 
@@ -158,6 +159,8 @@ class World:
         if saved:
             self.invariants.forget(name, used)
         seconds = self.step_seconds.get(name) or rng.choice(self.speeds)
+        if self.number % 5 == 2:
+            self.copy_seconds.setdefault(name, rng.choice(COPIES))
         node = Node(self, name, f"s{self.starts}", seconds, saved)
         self.nodes[name] = node
         self.states[node.identity] = saved.outer if saved else seed(SEED)

@@ -448,7 +448,7 @@ def test_a_clock_of_1970_accepts_no_key_and_says_so(listen, token, port, tmp_pat
 def test_what_the_commands_refuse(token, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     written(token, tmp_path / "islands.token")
-    commanded(capsys, "key", "oslo", "--days", "0.000001")
+    commanded(capsys, "key", "oslo", "--days", "1e-12")
     assert Path("oslo.key").stat().st_mode & 0o777 == 0o600
     assert "oslo.key exists, and a key is not overwritten" in commanded(capsys, "key", "oslo")
     for command in ("key", "revoke"):
