@@ -88,11 +88,14 @@ def paces(
     return list(world.paces.values())
 
 
-def check_others(found: Sequence[Pace], alone: Pace, schedule: Schedule) -> None:
-    """Raise `BrokenError` if an island heals, or the last one brakes the others."""
+def check_others(found: Sequence[Pace], alone: Pace, schedule: Schedule, wait_steps: float = GRACE_STEPS) -> None:
+    """Raise `BrokenError` if an island heals, or the last one brakes the others.
+
+    - `wait_steps`: with tau = 0 a round takes as many steps longer
+    """
     if heals := [each.heals for each in found if each.heals]:
         raise BrokenError(f"islands heal without a fault: {heals}")
-    share = 0.95 if schedule.delay else 1 / (1 + GRACE_STEPS / (schedule.period / schedule.fragments))
+    share = 0.95 if schedule.delay else 1 / (1 + wait_steps / (schedule.period / schedule.fragments))
     if len(found[0].rounds) < share * len(alone.rounds):
         raise BrokenError(f"{len(found[0].rounds)} rounds in place of {len(alone.rounds)}")
 
@@ -102,7 +105,7 @@ def check_copies(found: Sequence[Pace], alone: Pace, schedule: Schedule, copy_se
 
     It contributes within the time of two copies and of the rounds of two periods.
     """
-    check_others(found, alone, schedule)
+    check_others(found, alone, schedule, GRACE_STEPS + 0.5)  # and a copy of the others, and a request
     period = schedule.fragments * (alone.rounds[-1][0] - alone.rounds[0][0]) / (len(alone.rounds) - 1)
     times = [found[-1].rounds[0][0], *(at for at, weight in found[-1].rounds if weight), found[-1].rounds[-1][0]]
     if (longest := max(np.diff(times))) > 2 * (copy_seconds + period):

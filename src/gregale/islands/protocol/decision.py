@@ -248,7 +248,10 @@ class Decision:
 
     @property
     def copying(self) -> float:
-        """The usual seconds from a handover until a message is on the host: the lower median of the members'."""
+        """The usual seconds from a handover until a message is on the host, of members that are waited for.
+
+        It is their lower median; 0 if none has one.
+        """
         return median_low([each.copy_seconds for each in self.headers.values() if each.copy_seconds] or [0.0])
 
     @property

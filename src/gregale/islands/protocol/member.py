@@ -625,7 +625,7 @@ class Member:
             holder=self.holder,
             used=self._used,
             step_seconds=self.handover.step_seconds,
-            copy_seconds=round(self.handover.copy_seconds, 3),
+            copy_seconds=0.0 if self.handover.early else round(self.handover.copy_seconds, 3),
             link=self._link,
             recorded=self._recorded,
             electors=self._electors if is_strict else (),
@@ -684,14 +684,15 @@ class Member:
 
         The others wait no longer than this, so a member whose copy takes longer requests the view without its message.
         """
-        grace, timing, step = self.timing.grace_seconds, self.timing, self.handover.step_seconds
+        grace, timing = self.timing.grace_seconds, self.timing
+        step, copy = self.handover.step_seconds, self.handover.copy_seconds
         if self._is_closing:
-            return max(GRACE_STEPS * step, timing.leave_seconds) + 2 * self.handover.copy_seconds
+            return max(GRACE_STEPS * step, timing.leave_seconds) + 2 * copy
         if grace is None and self._fastest:
             grace = min(GRACE_STEPS * self._fastest, timing.max_grace_seconds)
         elif grace is None:  # the first round: the others' steps are not known yet, and they wait no longer
             grace = min(GRACE_STEPS * step, timing.join_seconds)
-        return grace + 2 * self._copying
+        return grace + 2 * min(copy, self._copying or copy)
 
     def _learn_pace(self) -> None:
         self.handover.grace_seconds, self.handover.early = self._grace(), self._is_slow()
@@ -701,7 +702,9 @@ class Member:
         step, copy, grace = self.handover.step_seconds, self.handover.copy_seconds, GRACE_STEPS * self._fastest
         # Where rounds follow one another in few steps, even a short wait makes them fewer.
         most = max(EQUAL_STEPS * self._fastest, min(grace, self.handover.interval_seconds / 2))
-        is_slow = most < step or grace + 2 * self._copying < step + copy
+        # A message waits on the device for a step that is queued, of which an island that is slow has none.
+        copied = copy if self.handover.early else copy - step
+        is_slow = most < step or (self._copying > 0 and grace + 2 * self._copying < step + copied)
         return self._fastest > 0 and not self.rules.lockstep and is_slow
 
     def _needed(self) -> int:

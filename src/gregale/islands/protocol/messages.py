@@ -294,7 +294,7 @@ class Header:
     holder: str = ""  # the session that holds its lease: its own, or the restored one
     used: int = 0  # examples of that lease
     step_seconds: float = 0.0  # of its last steps, from which others learn their grace
-    copy_seconds: float = 0.0  # from handovers of its last messages until they were on the host, likewise
+    copy_seconds: float = 0.0  # from handovers of its last messages until they were on the host; 0: nobody waits for it
     link: int = 0  # level of its link's rate (`split`); 0: unknown
     recorded: str = ""  # the digest of the last state of the run, if most coordinators have recorded it
     # Only with `Rules.majority`:
