@@ -107,6 +107,25 @@ def test_the_grace_is_one_and_a_half_steps_of_the_fastest_island():
     assert not a.header.ready
 
 
+@pytest.mark.parametrize(
+    ("copy_seconds", "others", "early", "grace"),
+    [
+        (1.1, [1.0, 1.0], False, 3.5),  # a copy of 0.1 s, and a step that is queued
+        (1.1, [0.0, 0.0], False, 3.7),  # the others are slow: they hand messages over early, and nobody waits for them
+        (3.6, [1.0, 1.0], True, 3.5),
+        (3.6, [4.0, 4.0], False, 8.7),
+    ],
+)
+def test_a_message_goes_early_if_its_copy_takes_longer_than_the_others_wait(copy_seconds, others, early, grace):
+    members = a, *rest = [member("a"), member("b"), member("c")]
+    for each, seconds in zip(members, [copy_seconds, *others], strict=True):
+        each.handover.step_seconds, each.handover.copy_seconds = 1.0, seconds
+    for each, seconds in zip(rest, others, strict=True):
+        each.handover.early = not seconds
+    begun(*members)
+    assert (a.handover.early, a.handover.grace_seconds) == (early, grace)
+
+
 def test_an_island_that_contributes_nothing_is_reported_with_the_reason():
     a, b = begun(member("a"), member("b"))
     a.handover.step_seconds = 4.0
