@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gregale.atomic_files import os_error_text
-from gregale.checkpoint.manifest import MANIFEST, METADATA, committed_steps, folder_name, root_of
+from gregale.checkpoint.manifest import MANIFEST, committed_steps, folder_name, read_manifest, read_metadata
 from gregale.errors import UserError
 from gregale.runs.parsing import read_yaml
 from gregale.runs.run_lock import is_being_trained
@@ -545,7 +545,7 @@ def checkpoint_problem(run: RunPaths, noted: int | None) -> str | None:
         return None if newer else f"The newest checkpoint, of step {noted}, is gone; there is one of step {there[-1]}."
     folder = run.checkpoints / folder_name(noted)
     try:
-        wanted = {name: each["bytes"] for name, each in json.loads((folder / MANIFEST).read_bytes())["files"].items()}
+        wanted = {name: each["bytes"] for name, each in read_manifest(folder)["files"].items()}
     except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, StoreError):
             raise
@@ -573,7 +573,7 @@ def _is_complete(run: RunPaths, config: Entry, saved: int | None, evaluation: En
 def _is_of_a_complete_fleet(folder: StoragePath, key: str) -> bool:
     """Return whether the metadata of a checkpoint state, for a section, that the fleet has completed all rounds."""
     try:
-        return json.loads((root_of(folder) / METADATA).read_bytes())[key]["complete"] is True
+        return read_metadata(folder)[key]["complete"] is True
     except (OSError, ValueError, LookupError, TypeError):
         return False
 

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from itertools import count
 from typing import Any
 
-from gregale.checkpoint.manifest import MANIFEST, METADATA, committed_steps, folder_name, root_of
+from gregale.checkpoint.manifest import MANIFEST, committed_steps, folder_name, read_metadata
 from gregale.codecs.codec import ReduceConfig
 from gregale.errors import UserError
 from gregale.methods.config import SyncConfig
@@ -111,8 +111,7 @@ class RunDirectory(RunPaths):
     def _metadata(self, step: int) -> dict[str, Any]:
         """Return a checkpoint's metadata; nothing if it has none, or is damaged."""
         try:
-            metadata = root_of(self.checkpoints / folder_name(step)) / METADATA
-            return json.loads(metadata.read_bytes())
+            return read_metadata(self.checkpoints / folder_name(step))
         except (OSError, ValueError, LookupError, UserError):
             return {}
 
