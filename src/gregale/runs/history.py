@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from gregale.atomic_files import os_error_text
 from gregale.checkpoint.manifest import MANIFEST, committed_steps, folder_name, read_manifest, read_metadata
 from gregale.errors import UserError
 from gregale.runs.parsing import read_yaml
-from gregale.runs.run_lock import is_being_trained
+from gregale.runs.run_lock import LOCK, is_being_trained
 from gregale.runs.sections import section_classes
 from gregale.storage import (
     ObjectPath,
@@ -37,18 +37,30 @@ from gregale.storage import (
     storage_path,
 )
 from gregale.storage.jsonl import HIGHEST_STEP, Entry, damage, entry_of, read_entries
+from gregale.tracking.metrics import METRICS_FILE
 
 FLEET, COORDINATOR = ".islands", "lighthouse"  # of a fleet: the ending of its folder, and the name of one of its logs
 
 
 class File:
-    """A file or a folder of a run."""
+    """A file or a folder of a run; its name, if it is asked of the class."""
 
     def __init__(self, name: str):
         self._name = name
 
-    def __get__(self, run: "RunPaths", _: type | None = None) -> StoragePath:
-        return run.path / self._name
+    @overload
+    def __get__(self, run: None, _: type | None = None) -> str: ...
+    @overload
+    def __get__(self, run: "RunPaths", _: type | None = None) -> StoragePath: ...
+    def __get__(self, run, _=None):
+        return self._name if run is None else run.path / self._name
+
+
+class Saved(NamedTuple):
+    """The newest committed checkpoint, even if it is gone."""
+
+    step: int | None = None  # None before the first
+    stop_reason: str | None = None  # of the callback that ended the run there
 
 
 @dataclass(frozen=True)
@@ -58,10 +70,14 @@ class RunPaths:
     checkpoints = File("checkpoints")
     huggingface = File("huggingface")  # of an imported model, or of the imported one from which the run started
     samples = File("samples.txt")
-    metrics = File("metrics.jsonl")
+    metrics = File(METRICS_FILE)
     changes = File("changes.jsonl")  # a line for each resume with a changed configuration
     starts = File("starts.jsonl")  # a line for each start or resume, with devices and compiler options
+    rounds = File("rounds.jsonl")  # a line for each round of a run that a network joins with others
+    address = File("island.address")  # of an island, for its own hosts
     stalled = File("island.stalled")  # an island's message while no round is committed; empty or absent otherwise
+    profiles = File("profiles")
+    lock = File(LOCK)
     newest_checkpoint = File("newest_checkpoint.json")  # its step, and the reason of a callback that ended the run
 
     @property
@@ -69,20 +85,13 @@ class RunPaths:
         """Whether `gregale import` created the directory, which then has a model and no checkpoints."""
         return isinstance(folder := self.huggingface, Path) and any(folder.glob("*.safetensors"))
 
-    def stop_reason(self, step: int | None) -> str | None:
-        """Return the reason of the callback that ended the run after this step; None if none did."""
+    def saved(self) -> Saved:
         try:
             record = json.loads(self.newest_checkpoint.read_bytes())
-            return str(record["stop_reason"]) if record["step"] == step else None
-        except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
-            return None
-
-    def recorded_checkpoint(self) -> int | None:
-        """Return the step of the newest committed checkpoint, even if it is gone; None before the first."""
-        try:
-            return int(json.loads(self.newest_checkpoint.read_bytes())["step"])
+            step, reason = int(record["step"]), record.get("stop_reason")
         except (FileNotFoundError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
-            return None
+            return Saved()
+        return Saved(step, None if reason is None else str(reason))
 
 
 def find_run(name: str) -> RunPaths:
@@ -103,7 +112,7 @@ def find_run(name: str) -> RunPaths:
         return RunPaths(runs[0])
     states = {True: "has no config.yaml", False: "does not exist"}
     found = " and ".join(f"{path} {states[os.path.exists(path)]}" for path in paths)
-    known = sorted(config.parent.name for config in Path("runs").glob("*/config.yaml"))
+    known = sorted(config.parent.name for config in Path("runs").glob(f"*/{RunPaths.config}"))
     hint = f"The runs here are {', '.join(known)}." if known else "`gregale train` makes one."
     raise UserError(f"{name} is not a run directory: {found}. {hint}")
 
@@ -146,7 +155,6 @@ def is_evaluation(line: Mapping[str, Any]) -> bool:
     return any(value is not None for name, value in line.items() if name.startswith("acc."))
 
 
-ROUNDS = "rounds.jsonl"
 LARGEST = 2.0**1000  # metrics must be smaller
 _SAMPLE = re.compile(r"^--- step (\d{1,15})$", re.MULTILINE)
 
@@ -217,19 +225,14 @@ def read_history(run: RunPaths) -> History:
     if not run.config.is_file() and not run.metrics.is_file():
         raise UserError(f"{run.path} is not a run directory: it has no config.yaml. `gregale train` makes one.")
     is_running = is_being_trained(run.path)
-    problems: list[str] = []
-    config: dict[str, Any] = {}
-    try:
-        config = flat(read_yaml(run.config)[0])
-    except UserError as error:
-        problems.append(str(error))
+    config, problem = _config(run)
     metrics = FiguresReader(run.metrics).read()
-    entries = [read_entries(path) for path in (run.starts, run.changes, run.path / ROUNDS)]
-    problems += [*metrics.problems, *(problem for _, problem in entries if problem)]
+    entries = [read_entries(path) for path in (run.starts, run.changes, run.rounds)]
+    problems = [*filter(None, [problem]), *metrics.problems, *(problem for _, problem in entries if problem)]
     samples = samples_in(_content(run.samples).decode(errors="replace"))
     starts, changes, rounds = (found for found, _ in entries)
     name, path = run.path.absolute().name, str(run.path)
-    reason = None if is_running else run.stop_reason(run.recorded_checkpoint())
+    reason = None if is_running else run.saved().stop_reason
     return History(name, path, config, metrics, samples, starts, changes, rounds, is_running, tuple(problems), reason)
 
 
@@ -391,7 +394,7 @@ def _content(path: StoragePath) -> bytes:
 
 _TAIL_BYTES = 1 << 18  # first read; more follows until the last step and the last evaluation are found
 _MAX_TAIL_BYTES = 1 << 24
-_OF_A_RUN = {"starts.jsonl", "metrics.jsonl", "checkpoints", "huggingface", "lock"}
+_OF_A_RUN = {RunPaths.starts, RunPaths.metrics, RunPaths.checkpoints, RunPaths.huggingface, RunPaths.lock}
 
 
 class State(StrEnum):
@@ -441,7 +444,7 @@ def summaries(folder: StoragePath) -> list[Summary]:
     if isinstance(folder, Path) and not folder.is_dir():
         raise UserError(f"{folder} does not exist, so there are no runs in it. `gregale train` makes runs/NAME.")
     here = names(folder)
-    if "config.yaml" in here and _OF_A_RUN & set(here):
+    if RunPaths.config in here and _OF_A_RUN & set(here):
         return [summary_of(RunPaths(folder))]
     found = parallel_map(lambda name: _summary_in(folder / name), here)
     return [summary for summary in found if summary is not None]
@@ -453,7 +456,7 @@ def _summary_in(folder: StoragePath) -> Summary | None:
         here = set(names(folder))
     except PermissionError:
         return None
-    is_run = _OF_A_RUN & here and ("config.yaml" in here or is_being_trained(folder) or "metrics.jsonl" in here)
+    is_run = _OF_A_RUN & here and (here & {RunPaths.config, RunPaths.metrics} or is_being_trained(folder))
     try:
         return summary_of(RunPaths(folder)) if is_run else None
     except OSError as error:
@@ -464,8 +467,7 @@ def summary_of(run: RunPaths) -> Summary:
     is_running = is_being_trained(run.path)  # before the reads, so that a run that ends now has written its last files
     config, problem = _config(run)
     step, evaluation, damage = last_entries(run.metrics)
-    saved = run.recorded_checkpoint()
-    reason = run.stop_reason(saved)
+    saved, reason = run.saved()
     done, steps = max(line.get("step", 0) for line in (step, evaluation)), config.get("steps")
     if is_running:
         state, problem = State.RUNNING, None

@@ -15,7 +15,6 @@ from gregale.methods.config import SyncConfig
 from gregale.runs.config import TrainConfig
 from gregale.runs.history import RunPaths, is_evaluation
 from gregale.runs.parsing import decoded, dump, load
-from gregale.runs.run_lock import LOCK
 from gregale.runs.sections import REGISTERED
 from gregale.runs.stages import Change, changes
 from gregale.storage import ObjectPath, RetryPolicy, StoragePath, StoreError, parallel_map, write_bytes
@@ -62,7 +61,7 @@ class RunDirectory(RunPaths):
         Returns a warning if newer checkpoints are gone. Raises `UserError` if all are gone, because a new start would
         delete the run's files.
         """
-        noted = self.recorded_checkpoint()
+        noted = self.saved().step
         if noted is None or noted in steps:
             return None
         if not steps:
@@ -117,7 +116,7 @@ class RunDirectory(RunPaths):
 
     def newest_step(self) -> int | None:
         """Return the step of the newest checkpoint, intact or not; None if nothing is saved."""
-        recorded = self.recorded_checkpoint()
+        recorded = self.saved().step
         steps = committed_steps(self.checkpoints) if recorded is None else [recorded]
         return steps[-1] if steps else None
 
@@ -188,7 +187,7 @@ class RunDirectory(RunPaths):
             _move(path, path.with_name(name))
         else:
             path.rename(path.with_name(name))
-            (path.with_name(name) / LOCK).unlink(missing_ok=True)
+            RunPaths(path.with_name(name)).lock.unlink(missing_ok=True)
         return path.with_name(name)
 
 
@@ -198,7 +197,7 @@ def _move(folder: ObjectPath, to: ObjectPath) -> None:
     A process that is killed before the last copy leaves the run unchanged; the next command uses the next free name. A
     process that is killed later leaves a complete copy, and the same command archives the rest of the run.
     """
-    names = [name for name in folder.files_below() if name != LOCK]
+    names = [name for name in folder.files_below() if name != RunPaths.lock]
     parallel_map(lambda name: (folder / name).copy_to(to / name), names)
     for is_manifest in (True, False):  # manifests first, so that no incomplete checkpoint is valid
         group = [name for name in names if name.endswith(MANIFEST) is is_manifest]
