@@ -15,7 +15,6 @@ from gregale.methods.config import SyncConfig
 from gregale.runs.config import TrainConfig
 from gregale.runs.history import RunPaths, is_evaluation
 from gregale.runs.parsing import decoded, dump, load
-from gregale.runs.sections import REGISTERED
 from gregale.runs.stages import Change, changes
 from gregale.storage import ObjectPath, RetryPolicy, StoragePath, StoreError, parallel_map, write_bytes
 from gregale.storage.jsonl import Entries, read_entries
@@ -104,7 +103,7 @@ class RunDirectory(RunPaths):
     def _at(self, config: TrainConfig, step: int) -> TrainConfig:
         """Return the configuration of a checkpoint's stage: that of its step, or the one that a section recorded."""
         metadata = self._metadata(step)
-        number = next((each["stage"] for key in REGISTERED if "stage" in (each := metadata.get(key, {}))), None)
+        number = next((each["stage"] for key in config.sections if "stage" in (each := metadata.get(key, {}))), None)
         return config.at(step) if number is None else config.each_stage[min(number, len(config.stages))].config
 
     def _metadata(self, step: int) -> dict[str, Any]:
@@ -117,8 +116,7 @@ class RunDirectory(RunPaths):
     def newest_step(self) -> int | None:
         """Return the step of the newest checkpoint, intact or not; None if nothing is saved."""
         recorded = self.saved().step
-        steps = committed_steps(self.checkpoints) if recorded is None else [recorded]
-        return steps[-1] if steps else None
+        return max(committed_steps(self.checkpoints), default=None) if recorded is None else recorded
 
     def saved_config(self, step: int | None = None) -> TrainConfig | None:
         """Return `config_at(step)`; None if nothing is saved."""

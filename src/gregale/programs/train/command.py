@@ -32,7 +32,7 @@ from gregale.runs.config import TrainConfig
 from gregale.runs.process_agreement import process_terms
 from gregale.runs.run_directory import RunDirectory
 from gregale.runs.run_lock import hold_run_lock
-from gregale.runs.sections import REGISTERED
+from gregale.runs.sections import GUESTS
 from gregale.runs.stages import Change, changes, number_after
 from gregale.settings import Settings, setting, whole
 from gregale.tracking.callback import RunInfo
@@ -336,5 +336,5 @@ def train_stage(run: PreparedRun, start: Start, changed: Sequence[Change], profi
     return run.exit_code(steps, evaluation.latest, stopped)
 
 
-READS = tuple(each.name for each in fields(TrainConfig) if each.name not in REGISTERED)
+READS = tuple(each.name for each in fields(TrainConfig) if each.name not in GUESTS)
 COMMAND = Command(main=main, options=TrainOptions, config=TrainConfig, reads=READS, positional=("config",))
