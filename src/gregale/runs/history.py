@@ -42,18 +42,15 @@ from gregale.tracking.metrics import METRICS_FILE
 FLEET, COORDINATOR = ".islands", "lighthouse"  # of a fleet: the ending of its folder, and the name of one of its logs
 
 
-class File:
-    """A file or a folder of a run; its name, if it is asked of the class."""
-
-    def __init__(self, name: str):
-        self._name = name
+class File(str):
+    """The name of a file or a folder of a run; of an instance of `RunPaths`, its path."""
 
     @overload
     def __get__(self, run: None, _: type | None = None) -> str: ...
     @overload
     def __get__(self, run: "RunPaths", _: type | None = None) -> StoragePath: ...
     def __get__(self, run, _=None):
-        return self._name if run is None else run.path / self._name
+        return self if run is None else run.path / self
 
 
 class Saved(NamedTuple):
@@ -84,6 +81,13 @@ class RunPaths:
     def is_imported(self) -> bool:
         """Whether `gregale import` created the directory, which then has a model and no checkpoints."""
         return isinstance(folder := self.huggingface, Path) and any(folder.glob("*.safetensors"))
+
+    def metadata(self, step: int) -> dict[str, Any]:
+        """Return the metadata of a checkpoint, a mapping of mappings; nothing if it has none, or is damaged."""
+        try:
+            return read_metadata(self.checkpoints / folder_name(step))
+        except (OSError, ValueError, LookupError, TypeError):
+            return {}
 
     def saved(self) -> Saved:
         try:
@@ -172,27 +176,21 @@ class Column:
         return float(found[-1]) if len(found) and np.isfinite(found[-1]) else None
 
 
-@dataclass(frozen=True)
-class Figures(Mapping[str, Column]):
-    """The metrics of a run by name, in the order of their first occurrence."""
+class Figures(dict[str, Column]):
+    """The metrics of a run by name, in the order of their first occurrence.
 
-    columns: Mapping[str, Column]
-    lines: int = 0  # number of complete lines of the file
-    problems: tuple[str, ...] = ()  # sentences about damage of the file
+    - `lines`: number of complete lines of the file
+    - `problems`: sentences about damage of the file
+    """
 
-    def __getitem__(self, name: str) -> Column:
-        return self.columns[name]
-
-    def __iter__(self):
-        return iter(self.columns)
-
-    def __len__(self) -> int:
-        return len(self.columns)
+    def __init__(self, columns: Mapping[str, Column], lines: int = 0, problems: tuple[str, ...] = ()):
+        super().__init__(columns)
+        self.lines, self.problems = lines, problems
 
     @property
     def last_step(self) -> int:
         """The last step that has a metric; 0 before the first."""
-        return max((int(column.steps[-1]) for column in self.columns.values()), default=0)
+        return max((int(column.steps[-1]) for column in self.values()), default=0)
 
 
 @dataclass(frozen=True)
@@ -568,16 +566,8 @@ def _is_complete(run: RunPaths, config: Entry, saved: int | None, evaluation: En
         return False
     for key, kind in section_classes().items():
         if config.get(f"{key}.{kind.joining_key}") is not None:
-            return _is_of_a_complete_fleet(run.checkpoints / folder_name(saved), key)
+            return run.metadata(saved).get(key, {}).get("complete") is True
     return saved >= steps
-
-
-def _is_of_a_complete_fleet(folder: StoragePath, key: str) -> bool:
-    """Return whether the metadata of a checkpoint state, for a section, that the fleet has completed all rounds."""
-    try:
-        return read_metadata(folder)[key]["complete"] is True
-    except (OSError, ValueError, LookupError, TypeError):
-        return False
 
 
 def _config(run: RunPaths) -> tuple[Entry, str | None]:

@@ -45,8 +45,7 @@ def terms_of(settings: Any) -> dict[str, str]:
 
 def process_terms(settings: Any) -> dict[str, str]:
     """Return the values of a configuration that all processes of a run must have in common."""
-    hosts = (f"{key}.{each}" for key, kind in section_classes().items() for each in kind.host_keys)
-    may_differ = (*MAY_DIFFER, *hosts)
+    may_differ = [*MAY_DIFFER, *(f"{key}.{each}" for key, kind in section_classes().items() for each in kind.host_keys)]
     terms = {key: value for key, value in terms_of(settings).items() if not matches(key, may_differ)}
     digests = code_digests(draccus.encode(settings).get("plugins", ()))
     return terms | {f"plugins: {name}": digest for name, digest in digests.items()}

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from itertools import count
 from typing import Any
 
-from gregale.checkpoint.manifest import MANIFEST, committed_steps, folder_name, read_metadata
+from gregale.checkpoint.manifest import MANIFEST, committed_steps, folder_name
 from gregale.codecs.codec import ReduceConfig
 from gregale.errors import UserError
 from gregale.methods.config import SyncConfig
@@ -93,7 +93,7 @@ class RunDirectory(RunPaths):
         - `step`: None: that of the newest checkpoint
         """
         step = (self.newest_step() if step is None else step) or 0
-        config, made_by = self._at(self.read_config(), step), self._metadata(step).get("made_by", {})
+        config, made_by = self._at(self.read_config(), step), self.metadata(step).get("made_by", {})
         if not made_by:
             return config
         sync, reduce = (decoded(kind, made_by[name]) for name, kind in (("sync", SyncConfig), ("reduce", ReduceConfig)))
@@ -102,16 +102,9 @@ class RunDirectory(RunPaths):
 
     def _at(self, config: TrainConfig, step: int) -> TrainConfig:
         """Return the configuration of a checkpoint's stage: that of its step, or the one that a section recorded."""
-        metadata = self._metadata(step)
+        metadata = self.metadata(step)
         number = next((each["stage"] for key in config.sections if "stage" in (each := metadata.get(key, {}))), None)
         return config.at(step) if number is None else config.each_stage[min(number, len(config.stages))].config
-
-    def _metadata(self, step: int) -> dict[str, Any]:
-        """Return a checkpoint's metadata; nothing if it has none, or is damaged."""
-        try:
-            return read_metadata(self.checkpoints / folder_name(step))
-        except (OSError, ValueError, LookupError, UserError):
-            return {}
 
     def newest_step(self) -> int | None:
         """Return the step of the newest checkpoint, intact or not; None if nothing is saved."""

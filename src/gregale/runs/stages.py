@@ -65,8 +65,7 @@ def _change(key: str, before: Any, now: Any, fixed: Fixed | None) -> Change:
 
 
 # Keys of the whole run, and of a process when it starts.
-OF_A_RUN = ("name", "runs", "steps", STAGES, "start_from")
-OF_A_RUN += ("plugins", "cpu_devices", "compilation_cache", "distributed")
+OF_A_RUN = ("name", "runs", "steps", STAGES, "start_from", "plugins", "cpu_devices", "compilation_cache", "distributed")
 JOINING = {"sync", "reduce"}  # keys with which the replicas are joined, and part anew
 # Keys that are fixed when a run resumes with another configuration, but that a stage can change.
 BY_STAGE = ("batch.sequence_length", "model.rotary_base", "model.rotary_scaling")
