@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gregale.islands.local_fleet import end, make_token
-from gregale.runs.history import ROUNDS
+from gregale.runs.history import RunPaths
 from gregale.storage import ObjectPath, StoragePath, storage_path
 from gregale.storage.jsonl import Entry, read_entries
 from tests.forked import Popen
@@ -83,7 +83,7 @@ class Island:
 
     @property
     def address(self) -> str:
-        return (self.run / "island.address").read_text(encoding="utf-8")
+        return RunPaths(self.run).address.read_bytes().decode()
 
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
@@ -218,7 +218,7 @@ class Fleet:
             if time.monotonic() - self._read[island.name] < STORE_SECONDS:
                 return []
             self._read[island.name] = time.monotonic()
-        return read_entries(island.run / ROUNDS, number="round").entries
+        return read_entries(RunPaths(island.run).rounds, number="round").entries
 
     def newest(self, *names: str) -> int:
         """The newest round that one of these islands has committed, or any; -1: none."""

@@ -33,7 +33,7 @@ from gregale.runs.config import TrainConfig
 from gregale.runs.run_directory import RunDirectory
 from tests.huggingface.hub import CONTEXT, made
 from tests.packages import Package
-from tests.programs.tiny import losses, write_config
+from tests.programs.tiny import losses, write_config, write_further
 
 torch, transformers = Package("torch"), Package("transformers")
 
@@ -130,23 +130,11 @@ def test_names_of_special_tokens_in_a_prompt_are_told_or_are_the_tokens(gregale,
 @pytest.fixture(scope="module")
 def on_from_it(inputs, imported) -> Path:
     """A run of two steps from the imported model, on a mesh and in float32."""
-    import yaml
-
     from gregale.cli import main
 
-    config = yaml.safe_load((imported / "config.yaml").read_text())
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(inputs)
-        write_config(
-            inputs,
-            "on.yaml",
-            steps=2,
-            model=config["model"],
-            mesh={"replica": 2, "data": 4},
-            batch__microbatches=1,
-            data__tokenizer=config["data"]["tokenizer"],
-            optimizer={"type": "adamw", "learning_rate": 0.001},
-        )
+        write_further(inputs, imported)
         assert main(["train", "on.yaml", "--name", "on", "--start_from", "mine"]) == 0
     return inputs / "runs" / "on"
 

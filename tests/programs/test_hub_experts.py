@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 
 from gregale.errors import UserError
 from gregale.huggingface.config import family_that_has, lacking
@@ -18,7 +17,7 @@ from gregale.model.llama import LlamaConfig
 from gregale.programs.runtime.trained_model import open_trained
 from tests.huggingface.hub import continued, made
 from tests.packages import Package
-from tests.programs.tiny import write_config
+from tests.programs.tiny import write_further
 
 torch, transformers = Package("torch"), Package("transformers")
 
@@ -31,17 +30,7 @@ def test_a_run_from_it_trains_its_bias_and_is_exported_with_it(gregale, inputs, 
     """On a mesh, with dense layers; all but the bias is bfloat16 in the files."""
     made("dots1", inputs / "hub")
     assert gregale("import", inputs / "hub", inputs / "mine") == 0
-    config = yaml.safe_load((inputs / "mine" / "config.yaml").read_text())
-    write_config(
-        inputs,
-        "on.yaml",
-        steps=2,
-        model=config["model"],
-        mesh={"replica": 2, "data": 4},
-        batch__microbatches=1,
-        data__tokenizer=config["data"]["tokenizer"],
-        optimizer={"type": "adamw", "learning_rate": 0.001},
-    )
+    write_further(inputs, inputs / "mine")
     assert gregale("train", "on.yaml", "--name", "on", "--start_from", "mine") == 0
     assert gregale("export", "on", inputs / "out", "--dtype", "bfloat16", "--devices", "2") == 0
     found, name = open_folder(inputs / "out").tensors, "model.layers.2.mlp.gate.e_score_correction_bias"

@@ -8,8 +8,7 @@ import pytest
 from gregale.cli import main
 from gregale.cost.collectives import BETWEEN, INSIDE
 from gregale.cost.roofline import Roofline
-from gregale.methods.comparison import compared
-from gregale.methods.config import DilocoConfig, PsdpConfig, StreamingDilocoConfig
+from gregale.methods.config import DilocoConfig, PsdpConfig, StreamingDilocoConfig, compared
 from gregale.programs.plan.estimates import tree_bytes
 from gregale.programs.plan.report import methods_of, report_of
 from tests.programs.plans import FOUR_BITS, QUICKSTART, SMALL, config_of, plan_of, setup_of

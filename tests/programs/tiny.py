@@ -77,6 +77,14 @@ def write_config(folder: Path, name: str = "tiny.yaml", **changes: Any) -> Path:
     return folder / name
 
 
+def write_further(folder: Path, imported: Path) -> None:
+    """`on.yaml`: two further steps of an imported model, on a mesh and in float32."""
+    config = yaml.safe_load((imported / "config.yaml").read_text())
+    changes = {"mesh": {"replica": 2, "data": 4}, "optimizer": {"type": "adamw", "learning_rate": 0.001}}
+    changes |= {"model": config["model"], "data__tokenizer": config["data"]["tokenizer"], "batch__microbatches": 1}
+    write_config(folder, "on.yaml", steps=2, **changes)
+
+
 def start_train(folder: Path, *arguments: str) -> subprocess.Popen:
     """`python -m gregale train tiny.yaml ...` in a process of its own."""
     return start(folder, "train", "tiny.yaml", *arguments)

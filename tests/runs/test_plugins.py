@@ -17,7 +17,9 @@ from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import dump, load
 from gregale.runs.process_agreement import process_terms
 from gregale.runs.run_directory import RunDirectory
+from tests.docs.pages import ROOT, blocks
 from tests.plugins import plugins_from
+from tests.programs.tiny import finished, start
 
 MODULE = """
 from dataclasses import dataclass
@@ -71,6 +73,14 @@ def test_a_pipe_is_read_once(folder):
 def test_help_has_the_keys_of_the_files_plugins(folder, capsys):
     assert main(["train", "run.yaml", "--help", "model"]) == 0
     assert "whether it is deep" in capsys.readouterr().out
+
+
+def test_the_section_and_the_command_of_a_plugin_on_its_page(folder):
+    page = (ROOT / "docs" / "extending.md").read_text()
+    (folder / "racks.py").write_text(next(each for each in blocks(page, "python") if "register_command" in each))
+    (folder / "mine.yaml").write_text("name: a\nsteps: 1\nplugins: [racks]\nracks: {first: 3}\nmesh: {replica: 2}\n")
+    assert finished(start(folder, "where", "mine.yaml", "--last")) == (0, "4\n", "")
+    assert finished(start(folder, "where", "--plugins", "racks", "--name", "a", "--steps", "1", "--help"))[0] == 0
 
 
 def test_those_of_the_command_line_replace_those_of_the_file(folder):

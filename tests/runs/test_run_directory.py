@@ -47,9 +47,9 @@ def test_what_is_written_is_read(place):
     for step, texts in ((4, ["a"]), (8, ["b"]), (5, [])):
         run.write_samples(step, texts)
     assert run.samples.read_bytes() == b"--- step 4\na\n"
-    assert run.recorded_checkpoint() is None
+    assert run.saved().step is None
     run.note_checkpoint(4)
-    assert run.recorded_checkpoint() == 4
+    assert run.saved().step == 4
     assert "There is no checkpoint yet" in run.resume_hint()
 
 
@@ -187,7 +187,7 @@ def test_missing_checkpoints_are_told_from_none_yet(run):
     assert run.check_checkpoints([]) is None
     for text in ("", "{", "[]", '{"step": null}'):
         run.newest_checkpoint.write_text(text)
-        assert run.recorded_checkpoint() is None
+        assert run.saved().step is None
     run.note_checkpoint(4)
     assert run.check_checkpoints([2, 4]) is None
     assert run.check_checkpoints([4, 6]) is None, "a process was killed between the checkpoint and its note"

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from gregale.errors import KeyedError
 from gregale.settings import Settings, setting, shown, whole
@@ -39,9 +40,17 @@ def write_manifest(folder: StoragePath, records: FileRecords) -> None:
 
 def root_of(folder: StoragePath) -> StoragePath:
     """Return the subfolder with the files of a committed checkpoint; raise LookupError if the manifest names none."""
-    files = json.loads((folder / MANIFEST).read_bytes())["files"]
-    found = [name.partition("/")[0] for name in files if name.endswith(f"/{METADATA}")]
+    found = [name.partition("/")[0] for name in read_manifest(folder)["files"] if name.endswith(f"/{METADATA}")]
     return folder / found[0]
+
+
+def read_manifest(folder: StoragePath) -> dict[str, Any]:
+    return json.loads((folder / MANIFEST).read_bytes())
+
+
+def read_metadata(folder: StoragePath) -> dict[str, Any]:
+    """Return the metadata of a committed checkpoint; raise OSError, ValueError or LookupError if it is damaged."""
+    return json.loads((root_of(folder) / METADATA).read_bytes())
 
 
 def find_damage(folder: StoragePath, part: int = 0, parts: int = 1) -> str | None:
@@ -50,7 +59,7 @@ def find_damage(folder: StoragePath, part: int = 0, parts: int = 1) -> str | Non
     Of several processes that share the reading, process `part` of `parts` checks every `parts`-th file.
     """
     try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
+        manifest = read_manifest(folder)
         version, stated, records = manifest["format"], manifest["blake2b"], manifest["files"]
     except FileNotFoundError:
         return f"{MANIFEST} is missing"

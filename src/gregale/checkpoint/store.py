@@ -54,6 +54,7 @@ from gregale.checkpoint.manifest import (
     committed_steps,
     find_damage,
     folder_name,
+    read_metadata,
     root_of,
     step_of,
     superfluous,
@@ -338,7 +339,7 @@ class Checkpoints(Saver):
         """Return the metadata of a step's checkpoint; raise `UserError` if there is none or it cannot be read."""
         folder = self._existing(step)
         try:
-            return json.loads((root_of(folder) / METADATA).read_bytes())
+            return read_metadata(folder)
         except UserError:
             raise
         except (OSError, ValueError, LookupError) as error:

@@ -63,6 +63,14 @@ PROGRAMS = {
     "simulate": Program("gregale.programs.simulate", "estimate the bandwidth that each method needs"),
 }
 
+
+def register_command(name: str, program: Program) -> None:
+    """Add a plugin's command, of one word or two."""
+    if name in PROGRAMS:
+        raise ValueError(f"Cannot register the command {name}: the name is taken")
+    PROGRAMS[name] = program
+
+
 _OUT_OF_MEMORY = re.compile(r"RESOURCE_EXHAUSTED|[Oo]ut of memory")
 _REQUESTED_BYTES = re.compile(r"allocat\w+ (\d+) bytes")
 
@@ -164,10 +172,13 @@ def _dispatch(arguments: list[str], programs: Mapping[str, Program]) -> Callable
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_overview(programs))
         return lambda: 0
-    name, rest = split_name(arguments, programs)
-    if name == "--version":
+    if arguments[0] == "--version":
         print(f"gregale {__version__}")
         return lambda: 0
+    name, rest = split_name(arguments, programs)
+    if name not in programs:
+        _import_plugins(rest)
+        name, rest = split_name(arguments, programs)
     if name not in programs:
         near = get_close_matches(name, programs, n=1)
         hint = f" Did you mean `{near[0]}`?" if near else ""
@@ -184,6 +195,14 @@ def _dispatch(arguments: list[str], programs: Mapping[str, Program]) -> Callable
             print(command_help(name, program.summary, command, topic, rest[:index]), end="")
             return lambda: 0
     return bound(name, command, rest)
+
+
+def _import_plugins(arguments: Sequence[str]) -> None:
+    """Import the plugins that `--plugins` or a YAML file among the arguments names: one may register the command."""
+    from gregale.runs.parsing import load_plugins, split_arguments
+
+    words, pairs = split_arguments(arguments)
+    load_plugins([word for word in words if word.endswith((".yaml", ".yml"))], pairs)
 
 
 def split_name(arguments: Sequence[str], programs: Mapping[str, Program] = PROGRAMS) -> tuple[str, list[str]]:

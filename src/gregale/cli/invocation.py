@@ -18,6 +18,7 @@ from gregale.errors import UserError
 from gregale.programs.command import Command
 from gregale.runs import parsing
 from gregale.runs.parsing import load, load_plugins, split_arguments
+from gregale.runs.sections import OF_PLUGINS
 from gregale.settings.decoding import REQUIRED, Entry, default_of, entries, is_list_at, section_at, types_of
 
 CONFIG = "config"
@@ -85,10 +86,8 @@ def _imported(command: Command, words: Sequence[str], pairs: Sequence[str]) -> b
     keys = {each.name for part in (command.options, command.config) if part is not None for each in fields(part)}
     if not (command.plugins or parsing.PLUGINS in keys):
         return False
-    named = [pair for pair in pairs if _key(pair) == parsing.PLUGINS]
     place = command.positional.index(CONFIG) if command.config and CONFIG in command.positional else len(words)
-    path = next((word for word in words[place : place + 1] if os.path.isfile(word)), None)
-    return bool(load_plugins(path, named))
+    return bool(load_plugins(words[place : place + 1], pairs))
 
 
 def command_help(
@@ -100,19 +99,20 @@ def command_help(
     """
     with suppress(UserError):
         _imported(command, *_split(command, arguments))
+    reads = command.reads and (*command.reads, *OF_PLUGINS)
     if topic is not None and command.config:
         section: Any = next(iter(section_at(command.config, topic.split(".")) or ()), None)
         explanation = f"\n{section.explanation()}\n" if hasattr(section, "explanation") else ""
-        return render(command.config, topic, command.reads) + explanation
+        return render(command.config, topic, reads) + explanation
     text = f"usage: {usage(name, command)}\n\n{summary}\n"
     if fields(command.options):
         text += f"\noptions:\n{render(command.options)}"
     if command.plugins:
         text += render(parsing.PluginOptions)
     if command.config:
-        heading = "keys that it reads from a run's YAML file" if command.reads else "keys of the YAML file"
-        text += f"\n{heading}, each also an argument:\n{render(command.config, only=command.reads)}"
-        if others := topics(command.config, command.reads):
+        heading = "keys that it reads from a run's YAML file" if reads else "keys of the YAML file"
+        text += f"\n{heading}, each also an argument:\n{render(command.config, only=reads)}"
+        if others := topics(command.config, reads):
             text += f"\n`gregale {name} --help KEY` lists all choices of a type; KEY is {', '.join(others)}.\n"
     return text
 

@@ -22,7 +22,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
-from hashlib import blake2b
 from itertools import chain
 from queue import Queue
 from threading import Condition, Lock, Thread
@@ -51,6 +50,7 @@ from gregale.islands.transport.link_rate import LinkRate
 from gregale.islands.transport.server import Server
 from gregale.islands.transport.transfer import Fetcher, Snapshot, TransferFailed, VersionedArray
 from gregale.methods.schedule import Schedule
+from gregale.storage import digest
 
 Messages = Mapping[str, np.ndarray]
 COMMIT_SECONDS = 3.0  # from the end of a reduce to the view that commits it, as a joiner expects it
@@ -594,7 +594,7 @@ def joint_digest(digests: Sequence[str]) -> str:
     """Return the digest of an island's host digests in host order; for one host, its own digest."""
     if len(digests) == 1:
         return digests[0]
-    return blake2b("".join(digests).encode(), digest_size=16).hexdigest()
+    return digest("".join(digests).encode())
 
 
 class Recovery:

@@ -24,7 +24,7 @@ from gregale.programs.command import Command
 from gregale.programs.report import report_page, write_page
 from gregale.programs.watch import SECONDS, STORE_SECONDS, RunPoller, Screen, handled_signals, poll_all
 from gregale.runs.config import TrainConfig
-from gregale.runs.history import RunPaths, read_history
+from gregale.runs.history import COORDINATOR, FLEET, RunPaths, read_history
 from gregale.runs.parsing import dump
 from gregale.settings import Settings, setting, whole
 from gregale.storage import ObjectPath, RetryPolicy, StoragePath, StoreError, is_url, storage_path, write_bytes
@@ -147,7 +147,7 @@ def main(options: IslandsOptions, config: TrainConfig) -> int:
 def folder_of(config: TrainConfig) -> Path:
     """Return the local folder of a fleet's secret and its islands' logs."""
     runs = Path("runs") if is_url(config.runs) else Path(expand(config.runs, "runs"))
-    return runs / f"{config.name}.islands"
+    return runs / f"{config.name}{FLEET}"
 
 
 class Fleet:
@@ -191,7 +191,7 @@ class Fleet:
         return path
 
     def _start(self) -> None:
-        self._lighthouse, address = start_lighthouse(self._token, self._folder / "lighthouse.log")
+        self._lighthouse, address = start_lighthouse(self._token, self._folder / f"{COORDINATOR}.log")
         numbers = range(self._options.count)
         names = [f"{self._name}-{chr(ord('a') + number % 26)}{number // 26 or ''}" for number in numbers]
         for name in names:
@@ -203,7 +203,7 @@ class Fleet:
 
     def _start_island(self, name: str, address: str) -> Member:
         run = self._runs / name
-        (run / "island.address").unlink(missing_ok=True)
+        RunPaths(run).address.unlink(missing_ok=True)
         command = [
             *("island", str(self._config), "--name", name, "--islands.name", name),
             *("--islands.lighthouse", address),

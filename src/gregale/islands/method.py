@@ -50,8 +50,7 @@ from gregale.methods.config import DilocoConfig, MethodContext, Methods, SyncCon
 from gregale.methods.diloco import mixed_with, pseudo_gradient
 from gregale.methods.method import Inspected, Limits, Method, Probe, PsdpState, SpikesConfig, StepMetrics
 from gregale.methods.psdp import Psdp
-from gregale.methods.schedule import Fragment, Schedule, errors_per_fragment
-from gregale.methods.traffic import Traffic
+from gregale.methods.schedule import Fragment, Schedule, Traffic, errors_per_fragment
 from gregale.model.config import CompilerOptions
 
 

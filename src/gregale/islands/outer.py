@@ -10,7 +10,7 @@ and has a name:
 
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from hashlib import blake2b
+from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
 
@@ -26,9 +26,10 @@ from gregale.communication.reduce import ShardedLeaf
 from gregale.islands.method import Island
 from gregale.islands.network_reducer import NetworkReducer, OwnError, Reduced
 from gregale.islands.shards import host_device, keys_here, on_devices, shards_here
-from gregale.islands.transport.transfer import VersionedArray
+from gregale.islands.transport.transfer import VersionedArray, bytes_of
 from gregale.methods.diloco import outer_step
 from gregale.methods.schedule import Fragment
+from gregale.storage import digest
 
 
 class FragmentShards(NamedTuple):
@@ -84,8 +85,6 @@ def named(index: int, theta: Mapping[str, Any], optimizer: Tree) -> dict[str, An
 
 
 Arrays = dict[str, np.ndarray]
-
-DIGEST_BYTES = 16
 
 
 class OuterView(NamedTuple):
@@ -337,8 +336,7 @@ class HostOuter:
 
     @staticmethod
     def _joint_digest(digests: Mapping[int, bytes]) -> str:
-        joined = b"".join(digest for _, digest in sorted(digests.items()))
-        return blake2b(joined, digest_size=DIGEST_BYTES).hexdigest()
+        return digest(*(of_fragment for _, of_fragment in sorted(digests.items())))
 
 
 def _own(index: int, error: OwnError) -> Arrays:
@@ -355,8 +353,5 @@ def _kind(array: np.ndarray) -> tuple[np.dtype, tuple[int, ...]]:
 
 def _digest(arrays: Mapping[str, np.ndarray]) -> bytes:
     """Return the digest of a fragment's arrays with their names."""
-    found = blake2b(digest_size=DIGEST_BYTES)
-    for name, array in sorted(arrays.items()):
-        found.update(name.encode())
-        found.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    return found.digest()
+    contents = ((name.encode(), bytes_of(np.ascontiguousarray(array))) for name, array in sorted(arrays.items()))
+    return bytes.fromhex(digest(*chain.from_iterable(contents)))

@@ -58,7 +58,6 @@ from gregale.programs.train.resume import Start, converted
 from gregale.programs.train.stages import OF_A_STEP, OF_AN_EVALUATION, PreparedStage
 from gregale.programs.train.step_log import DataPosition, Observers, StepLog, Traffic
 from gregale.runs.config import TrainConfig
-from gregale.runs.history import ROUNDS
 from gregale.runs.process_agreement import data_terms, is_trained_on, matches, terms_of
 from gregale.runs.run_directory import RunDirectory
 from gregale.runs.stages import changes
@@ -69,7 +68,7 @@ from gregale.tracking.callback import Callbacks, Metrics, RunInfo, StepContext
 from gregale.tracking.trackers import open_trackers
 from gregale.training.state import TrainState, state_shardings
 
-ADDRESS, OUTER = "island.address", "outer"
+OUTER = "outer"
 LEASE_PERIODS = 4
 T = TypeVar("T")
 
@@ -294,7 +293,7 @@ def join(run: PreparedRun, start: Start, token: bytes, status: StatusTracker, ru
     hosts = HostGroup(
         worker, [RemoteHost(number) for number in range(1, jax.process_count())], wants_inner=saved is None
     )
-    write_bytes(directory.path / ADDRESS, server.inside_address.encode())
+    write_bytes(directory.address, server.inside_address.encode())
     note_stalled(directory, None)
     session = secrets.token_hex(8)
     holder = saved["holder"] if saved else session
@@ -302,7 +301,7 @@ def join(run: PreparedRun, start: Start, token: bytes, status: StatusTracker, ru
     identity = Identity(islands.own_name, session, agreed, gregale.__version__, addresses, batches)
     used = saved["used"] if saved and saved.get("stage", 0) == run.number else 0
     leases = DataLeases(islands.own_name, holder, config.batch.size, used, run.number)
-    rounds = lines_at(directory.path / ROUNDS, ResumePoint("round", record.round), say)
+    rounds = lines_at(directory.rounds, ResumePoint("round", record.round), say)
     driver = Driver(
         member=Member(identity, record, timing, rules, holder, used),
         coordinator=CoordinatorClient(islands.coordinators, islands.own_name, token, timing, session),

@@ -25,6 +25,7 @@ class IslandsSection(IslandsConfig, Section):
     incompatible = (Rule("checkpoint.every & islands.lockstep", LOCKSTEP, "checkpoint.seconds"),)
 
     key: ClassVar[str] = "islands"
+    help: ClassVar[str] = "training at several sites (`gregale island`)"
     joining_key: ClassVar[str] = "lighthouse"
     naming_keys: ClassVar[tuple[str, ...]] = ("name",)
     host_keys: ClassVar[tuple[str, ...]] = ("bind", "address", "token_file")

@@ -28,7 +28,7 @@ from jax.sharding import NamedSharding
 
 from gregale.atomic_files import os_error_text
 from gregale.checkpoint import files
-from gregale.checkpoint.manifest import MANIFEST
+from gregale.checkpoint.manifest import MANIFEST, read_manifest
 from gregale.checkpoint.store import delete
 from gregale.data.mixtures import MixtureHistory, with_mixture
 from gregale.errors import UserError
@@ -144,7 +144,7 @@ def _array(folder: StoragePath, own: str, part_bytes: int, entry: list[Any], kin
 
 def _manifest(folder: StoragePath) -> dict[str, Any]:
     """Return a folder's manifest in this version's format. Raises as `read_outer`, or what JSON and the store raise."""
-    manifest = dict(json.loads((folder / MANIFEST).read_bytes()))
+    manifest = dict(read_manifest(folder))
     if (found := manifest.get("format", 0)) not in (_FORMAT - 1, _FORMAT):
         raise UserError(
             f"The outer parameters in {folder} have format {found}; this version of Gregale reads {_FORMAT - 1} and "
@@ -156,7 +156,7 @@ def _manifest(folder: StoragePath) -> dict[str, Any]:
 def _is_of(folder: StoragePath, outer: OuterRecord) -> bool:
     """Return whether a folder has the outer state of this record."""
     try:
-        return OuterRecord.from_json(json.loads((folder / MANIFEST).read_bytes())["outer"]) == outer
+        return OuterRecord.from_json(read_manifest(folder)["outer"]) == outer
     except StoreError:
         raise
     except (OSError, ValueError, KeyError, TypeError):

@@ -35,8 +35,15 @@ from gregale.methods.method import (
     products,
 )
 from gregale.methods.psdp import Psdp
-from gregale.methods.schedule import FRAGMENT, Fragment, Schedule, errors_per_fragment, fragments_alike, per_fragment
-from gregale.methods.traffic import Traffic
+from gregale.methods.schedule import (
+    FRAGMENT,
+    Fragment,
+    Schedule,
+    Traffic,
+    errors_per_fragment,
+    fragments_alike,
+    per_fragment,
+)
 from gregale.optim.config import Optimizer
 
 

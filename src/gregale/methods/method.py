@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from gregale.axes.layout import Layout, Tree, is_layers, is_named
 from gregale.communication.reduce import further_splits, own_part
 from gregale.errors import UserError
-from gregale.methods.traffic import Traffic
+from gregale.methods.schedule import Traffic
 from gregale.settings import Settings, above, setting, whole
 
 

@@ -16,7 +16,7 @@ from gregale.codecs.codec import ReduceConfig
 from gregale.communication.quantised import QuantisationLoss, QuantisedReducer, Reducer
 from gregale.communication.reduce import Accumulated, ExactReducer, accumulate, cut_layers, joined_layers
 from gregale.methods.method import Inspected, Limits, Method, Probe, PsdpState, SpikesConfig, StepMetrics, inspected
-from gregale.methods.traffic import Traffic
+from gregale.methods.schedule import Traffic
 from gregale.model.losses import Losses
 from gregale.optim.config import Optimizer
 

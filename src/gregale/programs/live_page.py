@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from gregale.errors import UserError
 from gregale.programs.report import report_page
-from gregale.runs.history import ROUNDS, RunPaths, read_history
+from gregale.runs.history import RunPaths, read_history
 from gregale.runs.run_lock import is_being_trained
 from gregale.storage import StoreError, digest, status
 
@@ -66,7 +66,7 @@ class LivePage:
 
 def _version(run: RunPaths) -> tuple[object, ...]:
     """Return a value that changes when the page changes."""
-    paths = (run.metrics, run.samples, run.starts, run.changes, run.config, run.path / ROUNDS)
+    paths = (run.metrics, run.samples, run.starts, run.changes, run.config, run.rounds)
     return (*map(status, paths), is_being_trained(run.path))
 
 

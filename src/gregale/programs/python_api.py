@@ -183,7 +183,7 @@ def train(
     run = RunPaths(chosen.folder)
     _, evaluation, _ = last_entries(run.metrics)
     metrics = {name: value for name, value in evaluation.items() if name != "step"}
-    return TrainingResult(run.path, run.recorded_checkpoint() or 0, code == 0, metrics)
+    return TrainingResult(run.path, run.saved().step or 0, code == 0, metrics)
 
 
 def load(run: str | StoragePath, step: int | None = None, devices: int | MeshConfig | None = None) -> LoadedModel:

@@ -1,8 +1,8 @@
 """The configuration of a run, filled from the YAML file and the command line."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from gregale.axes.layout import Layout, MappingConfig, MeshConfig
 from gregale.checkpoint.manifest import CheckpointConfig, ExportConfig
@@ -19,12 +19,14 @@ from gregale.model.llama import LlamaConfig, ModelConfig
 from gregale.objectives import NextTokenConfig, ObjectiveConfig
 from gregale.optim.config import AdamWConfig, Optimizer, OptimizerConfig
 from gregale.runs.rules import check
-from gregale.runs.sections import REGISTERED, Section, with_sections
+from gregale.runs.sections import OF_PLUGINS, Section, add_section, section_classes
 from gregale.runs.stages import Stage, number_after, stages_of
 from gregale.settings import Fixed, Settings, at_least, check_name, check_path, setting, shown, whole
 from gregale.storage import StoragePath, is_url, storage_path
 from gregale.tracking.callback import CallbackConfig
 from gregale.tracking.trackers import TrackerConfig, check_each_once
+
+S = TypeVar("S", bound=Section)
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,6 @@ class InspectConfig(Settings):
     )
 
 
-@with_sections
 @dataclass(frozen=True)
 class TrainConfig(Settings):
     """A training run."""
@@ -205,7 +206,7 @@ class TrainConfig(Settings):
 
     @property
     def sections(self) -> dict[str, Section]:
-        return {key: vars(self)[key] for key in REGISTERED}
+        return {key: getattr(self, key) for key in section_classes()}
 
     @property
     def fleet(self) -> Section:
@@ -241,3 +242,16 @@ class TrainConfig(Settings):
         with below("optimizer"):
             # A plugin's optimizer may have a `build` without scalings.
             return self.optimizer.build(parameters, self.steps, layout, **({"scalings": scalings} if scalings else {}))
+
+
+for each in section_classes().values():
+    add_section(TrainConfig, each)
+
+
+def register_section(section: type[S]) -> type[S]:
+    """Add a plugin's section, a frozen dataclass, to the configuration."""
+    if section.key in {each.name for each in fields(TrainConfig)}:
+        raise ValueError(f"Cannot register the section {section.key}: the key is taken")
+    OF_PLUGINS[section.key] = section
+    add_section(TrainConfig, section)
+    return section

@@ -14,15 +14,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 
 from gregale.atomic_files import os_error_text
-from gregale.checkpoint.manifest import MANIFEST, METADATA, committed_steps, folder_name, root_of
+from gregale.checkpoint.manifest import MANIFEST, committed_steps, folder_name, read_manifest, read_metadata
 from gregale.errors import UserError
 from gregale.runs.parsing import read_yaml
-from gregale.runs.run_lock import is_being_trained
+from gregale.runs.run_lock import LOCK, is_being_trained
 from gregale.runs.sections import section_classes
 from gregale.storage import (
     ObjectPath,
@@ -37,18 +37,27 @@ from gregale.storage import (
     storage_path,
 )
 from gregale.storage.jsonl import HIGHEST_STEP, Entry, damage, entry_of, read_entries
+from gregale.tracking.metrics import METRICS_FILE
 
 FLEET, COORDINATOR = ".islands", "lighthouse"  # of a fleet: the ending of its folder, and the name of one of its logs
 
 
-class File:
-    """A file or a folder of a run."""
+class File(str):
+    """The name of a file or a folder of a run; of an instance of `RunPaths`, its path."""
 
-    def __init__(self, name: str):
-        self._name = name
+    @overload
+    def __get__(self, run: None, _: type | None = None) -> str: ...
+    @overload
+    def __get__(self, run: "RunPaths", _: type | None = None) -> StoragePath: ...
+    def __get__(self, run, _=None):
+        return self if run is None else run.path / self
 
-    def __get__(self, run: "RunPaths", _: type | None = None) -> StoragePath:
-        return run.path / self._name
+
+class Saved(NamedTuple):
+    """The newest committed checkpoint, even if it is gone."""
+
+    step: int | None = None  # None before the first
+    stop_reason: str | None = None  # of the callback that ended the run there
 
 
 @dataclass(frozen=True)
@@ -58,10 +67,14 @@ class RunPaths:
     checkpoints = File("checkpoints")
     huggingface = File("huggingface")  # of an imported model, or of the imported one from which the run started
     samples = File("samples.txt")
-    metrics = File("metrics.jsonl")
+    metrics = File(METRICS_FILE)
     changes = File("changes.jsonl")  # a line for each resume with a changed configuration
     starts = File("starts.jsonl")  # a line for each start or resume, with devices and compiler options
+    rounds = File("rounds.jsonl")  # a line for each round of a run that a network joins with others
+    address = File("island.address")  # of an island, for its own hosts
     stalled = File("island.stalled")  # an island's message while no round is committed; empty or absent otherwise
+    profiles = File("profiles")
+    lock = File(LOCK)
     newest_checkpoint = File("newest_checkpoint.json")  # its step, and the reason of a callback that ended the run
 
     @property
@@ -69,20 +82,20 @@ class RunPaths:
         """Whether `gregale import` created the directory, which then has a model and no checkpoints."""
         return isinstance(folder := self.huggingface, Path) and any(folder.glob("*.safetensors"))
 
-    def stop_reason(self, step: int | None) -> str | None:
-        """Return the reason of the callback that ended the run after this step; None if none did."""
+    def metadata(self, step: int) -> dict[str, Any]:
+        """Return the metadata of a checkpoint, a mapping of mappings; nothing if it has none, or is damaged."""
+        try:
+            return read_metadata(self.checkpoints / folder_name(step))
+        except (OSError, ValueError, LookupError, TypeError):
+            return {}
+
+    def saved(self) -> Saved:
         try:
             record = json.loads(self.newest_checkpoint.read_bytes())
-            return str(record["stop_reason"]) if record["step"] == step else None
-        except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
-            return None
-
-    def recorded_checkpoint(self) -> int | None:
-        """Return the step of the newest committed checkpoint, even if it is gone; None before the first."""
-        try:
-            return int(json.loads(self.newest_checkpoint.read_bytes())["step"])
+            step, reason = int(record["step"]), record.get("stop_reason")
         except (FileNotFoundError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
-            return None
+            return Saved()
+        return Saved(step, None if reason is None else str(reason))
 
 
 def find_run(name: str) -> RunPaths:
@@ -103,7 +116,7 @@ def find_run(name: str) -> RunPaths:
         return RunPaths(runs[0])
     states = {True: "has no config.yaml", False: "does not exist"}
     found = " and ".join(f"{path} {states[os.path.exists(path)]}" for path in paths)
-    known = sorted(config.parent.name for config in Path("runs").glob("*/config.yaml"))
+    known = sorted(config.parent.name for config in Path("runs").glob(f"*/{RunPaths.config}"))
     hint = f"The runs here are {', '.join(known)}." if known else "`gregale train` makes one."
     raise UserError(f"{name} is not a run directory: {found}. {hint}")
 
@@ -146,7 +159,6 @@ def is_evaluation(line: Mapping[str, Any]) -> bool:
     return any(value is not None for name, value in line.items() if name.startswith("acc."))
 
 
-ROUNDS = "rounds.jsonl"
 LARGEST = 2.0**1000  # metrics must be smaller
 _SAMPLE = re.compile(r"^--- step (\d{1,15})$", re.MULTILINE)
 
@@ -164,27 +176,21 @@ class Column:
         return float(found[-1]) if len(found) and np.isfinite(found[-1]) else None
 
 
-@dataclass(frozen=True)
-class Figures(Mapping[str, Column]):
-    """The metrics of a run by name, in the order of their first occurrence."""
+class Figures(dict[str, Column]):
+    """The metrics of a run by name, in the order of their first occurrence.
 
-    columns: Mapping[str, Column]
-    lines: int = 0  # number of complete lines of the file
-    problems: tuple[str, ...] = ()  # sentences about damage of the file
+    - `lines`: number of complete lines of the file
+    - `problems`: sentences about damage of the file
+    """
 
-    def __getitem__(self, name: str) -> Column:
-        return self.columns[name]
-
-    def __iter__(self):
-        return iter(self.columns)
-
-    def __len__(self) -> int:
-        return len(self.columns)
+    def __init__(self, columns: Mapping[str, Column], lines: int = 0, problems: tuple[str, ...] = ()):
+        super().__init__(columns)
+        self.lines, self.problems = lines, problems
 
     @property
     def last_step(self) -> int:
         """The last step that has a metric; 0 before the first."""
-        return max((int(column.steps[-1]) for column in self.columns.values()), default=0)
+        return max((int(column.steps[-1]) for column in self.values()), default=0)
 
 
 @dataclass(frozen=True)
@@ -217,19 +223,14 @@ def read_history(run: RunPaths) -> History:
     if not run.config.is_file() and not run.metrics.is_file():
         raise UserError(f"{run.path} is not a run directory: it has no config.yaml. `gregale train` makes one.")
     is_running = is_being_trained(run.path)
-    problems: list[str] = []
-    config: dict[str, Any] = {}
-    try:
-        config = flat(read_yaml(run.config)[0])
-    except UserError as error:
-        problems.append(str(error))
+    config, problem = _config(run)
     metrics = FiguresReader(run.metrics).read()
-    entries = [read_entries(path) for path in (run.starts, run.changes, run.path / ROUNDS)]
-    problems += [*metrics.problems, *(problem for _, problem in entries if problem)]
+    entries = [read_entries(path) for path in (run.starts, run.changes, run.rounds)]
+    problems = [*filter(None, [problem]), *metrics.problems, *(problem for _, problem in entries if problem)]
     samples = samples_in(_content(run.samples).decode(errors="replace"))
     starts, changes, rounds = (found for found, _ in entries)
     name, path = run.path.absolute().name, str(run.path)
-    reason = None if is_running else run.stop_reason(run.recorded_checkpoint())
+    reason = None if is_running else run.saved().stop_reason
     return History(name, path, config, metrics, samples, starts, changes, rounds, is_running, tuple(problems), reason)
 
 
@@ -391,7 +392,7 @@ def _content(path: StoragePath) -> bytes:
 
 _TAIL_BYTES = 1 << 18  # first read; more follows until the last step and the last evaluation are found
 _MAX_TAIL_BYTES = 1 << 24
-_OF_A_RUN = {"starts.jsonl", "metrics.jsonl", "checkpoints", "huggingface", "lock"}
+_OF_A_RUN = {RunPaths.starts, RunPaths.metrics, RunPaths.checkpoints, RunPaths.huggingface, RunPaths.lock}
 
 
 class State(StrEnum):
@@ -441,7 +442,7 @@ def summaries(folder: StoragePath) -> list[Summary]:
     if isinstance(folder, Path) and not folder.is_dir():
         raise UserError(f"{folder} does not exist, so there are no runs in it. `gregale train` makes runs/NAME.")
     here = names(folder)
-    if "config.yaml" in here and _OF_A_RUN & set(here):
+    if RunPaths.config in here and _OF_A_RUN & set(here):
         return [summary_of(RunPaths(folder))]
     found = parallel_map(lambda name: _summary_in(folder / name), here)
     return [summary for summary in found if summary is not None]
@@ -453,7 +454,7 @@ def _summary_in(folder: StoragePath) -> Summary | None:
         here = set(names(folder))
     except PermissionError:
         return None
-    is_run = _OF_A_RUN & here and ("config.yaml" in here or is_being_trained(folder) or "metrics.jsonl" in here)
+    is_run = _OF_A_RUN & here and (here & {RunPaths.config, RunPaths.metrics} or is_being_trained(folder))
     try:
         return summary_of(RunPaths(folder)) if is_run else None
     except OSError as error:
@@ -464,8 +465,7 @@ def summary_of(run: RunPaths) -> Summary:
     is_running = is_being_trained(run.path)  # before the reads, so that a run that ends now has written its last files
     config, problem = _config(run)
     step, evaluation, damage = last_entries(run.metrics)
-    saved = run.recorded_checkpoint()
-    reason = run.stop_reason(saved)
+    saved, reason = run.saved()
     done, steps = max(line.get("step", 0) for line in (step, evaluation)), config.get("steps")
     if is_running:
         state, problem = State.RUNNING, None
@@ -545,7 +545,7 @@ def checkpoint_problem(run: RunPaths, noted: int | None) -> str | None:
         return None if newer else f"The newest checkpoint, of step {noted}, is gone; there is one of step {there[-1]}."
     folder = run.checkpoints / folder_name(noted)
     try:
-        wanted = {name: each["bytes"] for name, each in json.loads((folder / MANIFEST).read_bytes())["files"].items()}
+        wanted = {name: each["bytes"] for name, each in read_manifest(folder)["files"].items()}
     except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, StoreError):
             raise
@@ -566,16 +566,8 @@ def _is_complete(run: RunPaths, config: Entry, saved: int | None, evaluation: En
         return False
     for key, kind in section_classes().items():
         if config.get(f"{key}.{kind.joining_key}") is not None:
-            return _is_of_a_complete_fleet(run.checkpoints / folder_name(saved), key)
+            return run.metadata(saved).get(key, {}).get("complete") is True
     return saved >= steps
-
-
-def _is_of_a_complete_fleet(folder: StoragePath, key: str) -> bool:
-    """Return whether the metadata of a checkpoint state, for a section, that the fleet has completed all rounds."""
-    try:
-        return json.loads((root_of(folder) / METADATA).read_bytes())[key]["complete"] is True
-    except (OSError, ValueError, LookupError, TypeError):
-        return False
 
 
 def _config(run: RunPaths) -> tuple[Entry, str | None]:

@@ -289,17 +289,18 @@ def decoded(config_class: type[Config], raw: Mapping[str, Any]) -> Config:
     return Decoder(config_class, {}, _read_text).decode(config_class, dict(raw))
 
 
-def load_plugins(path: str | None, arguments: Sequence[str]) -> list[str]:
-    """Import the plugins of a YAML file, or those of the argument `--plugins`, which replaces them; return their names.
+def load_plugins(words: Sequence[str], pairs: Sequence[str]) -> list[str]:
+    """Import the plugins of the first YAML file, or those of `--plugins`, which replace them; return their names.
 
     A file in a store, or of another user, runs no code of its own choice: its plugins have to be imported already, or
     named in the argument. Raises `UserError` that names the file and the line, as `load`.
     """
-    raw, origins = ({}, {}) if path is None else read_yaml(Path(path))
-    for pair in arguments:
-        _, equals, value = pair.partition("=")
-        raw[PLUGINS], origins[PLUGINS] = Text(value) if equals else True, COMMAND_LINE
-    return _import_plugins(Decoder(PluginOptions, origins, _read_text), raw, Path(path) if path else None)
+    file = next((Path(word) for word in words if os.path.isfile(word)), None)
+    raw, origins = ({}, {}) if file is None else read_yaml(file)
+    for key, equals, value in (pair.partition("=") for pair in pairs):
+        if key == f"--{PLUGINS}":
+            raw[PLUGINS], origins[PLUGINS] = Text(value) if equals else True, COMMAND_LINE
+    return _import_plugins(Decoder(PluginOptions, origins, _read_text), raw, file)
 
 
 def _import_plugins(decoder: Decoder, raw: dict[str, Any], file: StoragePath | None) -> list[str]:

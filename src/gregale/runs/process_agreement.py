@@ -29,7 +29,6 @@ from gregale.runs.sections import section_classes
 # tokenizers and tasks, whose content is compared instead (`data_terms`). All other keys must be equal.
 MAY_DIFFER = (
     *("distributed.coordinator", "distributed.process", "distributed.token_file"),
-    *(f"{key}.{each}" for key, kind in section_classes().items() for each in kind.host_keys),
     *("compilation_cache", "data.cache", "data.local_cache", "data.workers", "trackers"),
     *(f"data.{group}.*.{key}" for group in ("sources", "validation") for key in ("files", "exclude", "path")),
     *("data.tokenizer.path", "evaluation.tasks"),
@@ -46,7 +45,8 @@ def terms_of(settings: Any) -> dict[str, str]:
 
 def process_terms(settings: Any) -> dict[str, str]:
     """Return the values of a configuration that all processes of a run must have in common."""
-    terms = {key: value for key, value in terms_of(settings).items() if not matches(key, MAY_DIFFER)}
+    may_differ = [*MAY_DIFFER, *(f"{key}.{each}" for key, kind in section_classes().items() for each in kind.host_keys)]
+    terms = {key: value for key, value in terms_of(settings).items() if not matches(key, may_differ)}
     digests = code_digests(draccus.encode(settings).get("plugins", ()))
     return terms | {f"plugins: {name}": digest for name, digest in digests.items()}
 

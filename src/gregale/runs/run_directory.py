@@ -8,15 +8,13 @@ from datetime import UTC, datetime
 from itertools import count
 from typing import Any
 
-from gregale.checkpoint.manifest import MANIFEST, METADATA, committed_steps, folder_name, root_of
+from gregale.checkpoint.manifest import MANIFEST, committed_steps, folder_name
 from gregale.codecs.codec import ReduceConfig
 from gregale.errors import UserError
 from gregale.methods.config import SyncConfig
 from gregale.runs.config import TrainConfig
 from gregale.runs.history import RunPaths, is_evaluation
 from gregale.runs.parsing import decoded, dump, load
-from gregale.runs.run_lock import LOCK
-from gregale.runs.sections import REGISTERED
 from gregale.runs.stages import Change, changes
 from gregale.storage import ObjectPath, RetryPolicy, StoragePath, StoreError, parallel_map, write_bytes
 from gregale.storage.jsonl import Entries, read_entries
@@ -62,7 +60,7 @@ class RunDirectory(RunPaths):
         Returns a warning if newer checkpoints are gone. Raises `UserError` if all are gone, because a new start would
         delete the run's files.
         """
-        noted = self.recorded_checkpoint()
+        noted = self.saved().step
         if noted is None or noted in steps:
             return None
         if not steps:
@@ -95,7 +93,7 @@ class RunDirectory(RunPaths):
         - `step`: None: that of the newest checkpoint
         """
         step = (self.newest_step() if step is None else step) or 0
-        config, made_by = self._at(self.read_config(), step), self._metadata(step).get("made_by", {})
+        config, made_by = self._at(self.read_config(), step), self.metadata(step).get("made_by", {})
         if not made_by:
             return config
         sync, reduce = (decoded(kind, made_by[name]) for name, kind in (("sync", SyncConfig), ("reduce", ReduceConfig)))
@@ -104,23 +102,14 @@ class RunDirectory(RunPaths):
 
     def _at(self, config: TrainConfig, step: int) -> TrainConfig:
         """Return the configuration of a checkpoint's stage: that of its step, or the one that a section recorded."""
-        metadata = self._metadata(step)
-        number = next((each["stage"] for key in REGISTERED if "stage" in (each := metadata.get(key, {}))), None)
+        metadata = self.metadata(step)
+        number = next((each["stage"] for key in config.sections if "stage" in (each := metadata.get(key, {}))), None)
         return config.at(step) if number is None else config.each_stage[min(number, len(config.stages))].config
-
-    def _metadata(self, step: int) -> dict[str, Any]:
-        """Return a checkpoint's metadata; nothing if it has none, or is damaged."""
-        try:
-            metadata = root_of(self.checkpoints / folder_name(step)) / METADATA
-            return json.loads(metadata.read_bytes())
-        except (OSError, ValueError, LookupError, UserError):
-            return {}
 
     def newest_step(self) -> int | None:
         """Return the step of the newest checkpoint, intact or not; None if nothing is saved."""
-        recorded = self.recorded_checkpoint()
-        steps = committed_steps(self.checkpoints) if recorded is None else [recorded]
-        return steps[-1] if steps else None
+        recorded = self.saved().step
+        return max(committed_steps(self.checkpoints), default=None) if recorded is None else recorded
 
     def saved_config(self, step: int | None = None) -> TrainConfig | None:
         """Return `config_at(step)`; None if nothing is saved."""
@@ -189,7 +178,7 @@ class RunDirectory(RunPaths):
             _move(path, path.with_name(name))
         else:
             path.rename(path.with_name(name))
-            (path.with_name(name) / LOCK).unlink(missing_ok=True)
+            RunPaths(path.with_name(name)).lock.unlink(missing_ok=True)
         return path.with_name(name)
 
 
@@ -199,7 +188,7 @@ def _move(folder: ObjectPath, to: ObjectPath) -> None:
     A process that is killed before the last copy leaves the run unchanged; the next command uses the next free name. A
     process that is killed later leaves a complete copy, and the same command archives the rest of the run.
     """
-    names = [name for name in folder.files_below() if name != LOCK]
+    names = [name for name in folder.files_below() if name != RunPaths.lock]
     parallel_map(lambda name: (folder / name).copy_to(to / name), names)
     for is_manifest in (True, False):  # manifests first, so that no incomplete checkpoint is valid
         group = [name for name in names if name.endswith(MANIFEST) is is_manifest]

@@ -1,39 +1,24 @@
-"""Sections of a run's configuration that packages above the programs register, and what general code asks of them.
+"""Sections of a run's configuration that guests and plugins register, and what general code asks of them.
 
-`REGISTERED` is the table of these sections, which `with_sections` makes fields of the configuration. A section that
-joins the run with other runs over a network (`joins`) writes the entry `SECTION: {"complete": ..., "stage": ...}` into
-the metadata of its checkpoints: whether all runs are complete, and the number of the stage.
+`section_classes` has them, and `add_section` makes them fields of the configuration. A section that joins the run with
+other runs over a network (`joins`) writes the entry `SECTION: {"complete": ..., "stage": ...}` into the metadata of its
+checkpoints: whether all runs are complete, and the number of the stage.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import make_dataclass
-from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from gregale.settings import Settings, setting
+from gregale.settings.decoding import types_of
 
 if TYPE_CHECKING:
     from gregale.cost.roofline import Roofline
     from gregale.methods.config import MethodContext, Methods, SyncConfig
     from gregale.methods.method import Method
     from gregale.terminal import Console
-
-Config = TypeVar("Config")
-
-
-class Registered(NamedTuple):
-    """An entry of the table of sections: a module, the name of its `Section`, and a line of help."""
-
-    module: str
-    name: str
-    help: str
-
-
-REGISTERED = {
-    "islands": Registered("gregale.islands.section", "IslandsSection", "training at several sites (`gregale island`)")
-}
 
 
 class JoiningCosts(ABC):
@@ -54,7 +39,7 @@ class JoiningCosts(ABC):
 class Section(Settings):
     """The base of registered sections. By default a section changes nothing in a run.
 
-    - `key`: its key in the configuration
+    - `key`, `help`: its key in the configuration, and a line about it
     - `joining_key`: the key below it that has a value if it joins the run with others
     - `naming_keys`: keys that name a run, in which runs differ anyway
     - `host_keys`: keys in which the processes of a run may differ
@@ -63,6 +48,7 @@ class Section(Settings):
     """
 
     key: ClassVar[str] = ""
+    help: ClassVar[str] = ""
     joining_key: ClassVar[str] = ""
     naming_keys: ClassVar[tuple[str, ...]] = ()
     host_keys: ClassVar[tuple[str, ...]] = ()
@@ -99,14 +85,20 @@ class Section(Settings):
         """Print the result of `JoiningCosts.to_dict`."""
 
 
-@cache
+# By key: a module and the name of its `Section`, which are imported at their first use; those of plugins.
+GUESTS = {"islands": ("gregale.islands.section", "IslandsSection")}
+OF_PLUGINS: dict[str, type[Section]] = {}
+
+
 def section_classes() -> dict[str, type[Section]]:
-    return {key: getattr(import_module(each.module), each.name) for key, each in REGISTERED.items()}
+    return {key: getattr(import_module(module), name) for key, (module, name) in GUESTS.items()} | OF_PLUGINS
 
 
-def with_sections(config_class: type[Config]) -> type[Config]:
-    """Return a frozen configuration class with the registered sections as its last fields."""
-    added = [(key, kind, setting(kind(), REGISTERED[key].help)) for key, kind in section_classes().items()]
-    names = {"__module__": config_class.__module__, "__doc__": config_class.__doc__}
-    made = make_dataclass(config_class.__name__, added, bases=(config_class,), namespace=names, frozen=True)
-    return cast("type[Config]", made)
+def add_section(config_class: type, section: type[Section]) -> None:
+    """Add a section to a frozen configuration class, in place, as its last field."""
+    added = [(section.key, section, setting(section(), section.help))]
+    extended = make_dataclass(config_class.__name__, added, bases=(config_class,), frozen=True)
+    for name in (section.key, "__dataclass_fields__", "__match_args__", "__init__", "__repr__", "__eq__", "__hash__"):
+        setattr(config_class, name, vars(extended)[name])
+    config_class.__annotations__[section.key] = section
+    types_of.cache_clear()

@@ -12,7 +12,6 @@ import draccus
 from gregale.errors import KeyedError, UserError, below
 from gregale.formatting import format_setting
 from gregale.runs.parsing import FROM, STAGES, decoded
-from gregale.runs.sections import REGISTERED
 from gregale.settings import Fixed, in_steps, shown
 from gregale.settings.decoding import TYPE, choice_name, join
 
@@ -66,8 +65,7 @@ def _change(key: str, before: Any, now: Any, fixed: Fixed | None) -> Change:
 
 
 # Keys of the whole run, and of a process when it starts.
-OF_A_RUN = ("name", "runs", "steps", STAGES, "start_from", *REGISTERED)
-OF_A_RUN += ("plugins", "cpu_devices", "compilation_cache", "distributed")
+OF_A_RUN = ("name", "runs", "steps", STAGES, "start_from", "plugins", "cpu_devices", "compilation_cache", "distributed")
 JOINING = {"sync", "reduce"}  # keys with which the replicas are joined, and part anew
 # Keys that are fixed when a run resumes with another configuration, but that a stage can change.
 BY_STAGE = ("batch.sequence_length", "model.rotary_base", "model.rotary_scaling")
@@ -162,7 +160,7 @@ def first_step(given: Mapping[str, Any], key: str, before: int, steps: int) -> i
 def changed(config: Any, given: Mapping[str, Any], key: str) -> Any:
     """Return a configuration with the changes of a stage, which is at the dotted `key`."""
     own = {name: value for name, value in given.items() if name != FROM}
-    if whole := [name for name in own if name in (*OF_A_RUN, *config.fleet.run_keys)]:
+    if whole := [name for name in own if name in (*OF_A_RUN, *config.sections, *config.fleet.run_keys)]:
         raise KeyedError(join(key, whole[0]), "is given", f", but `{whole[0]}` holds for the whole run. Leave it out.")
     try:
         found = decoded(type(config), merged(draccus.encode(config), own))

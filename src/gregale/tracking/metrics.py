@@ -13,6 +13,7 @@ from functools import cache
 
 from gregale.formatting import format_quantity
 
+METRICS_FILE = "metrics.jsonl"  # of a run, with a line for each logged step and for each evaluation
 POSITION_LOSS = "eval_loss_position."  # the first part of names
 STEP, EVALUATION, INSPECTED = "step", "evaluation", "inspected step"
 

@@ -1,6 +1,6 @@
 """Traces of a few steps for xprof, TensorBoard and Perfetto (`gregale train --profile START:STOP`).
 
-    Profile(Window.parse("20:22", steps), run.path / "profiles", report)  # a callback of the loop
+    Profile(Window.parse("20:22", steps), run.profiles, report)  # a callback of the loop
 
 Each process traces its own devices. In the background it writes unique files to one folder:
 `steps-20-22/plugins/profile/steps-20-22/HOST-process-N.{xplane.pb,trace.json.gz}`.

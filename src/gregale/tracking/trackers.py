@@ -24,6 +24,7 @@ from gregale.storage.jsonl import ResumePoint, lines_at
 from gregale.streams import ResilientStream, printable
 from gregale.terminal import Console as Terminal
 from gregale.tracking.callback import Callback, Callbacks, Metrics, RunInfo, finite
+from gregale.tracking.metrics import METRICS_FILE
 
 _PLAIN_INTERVAL_SECONDS = 5.0
 
@@ -374,7 +375,7 @@ def open_trackers(
     if not run.is_writer:
         return _started(Callbacks(own), run)
     check_installed(configs)
-    jsonl = JsonlTracker(run.directory / "metrics.jsonl", run.resumed_from, console.message)
+    jsonl = JsonlTracker(run.directory / METRICS_FILE, run.resumed_from, console.message)
     others = (_opened(config, run, console) for config in configs)
     return _started(Callbacks([console, jsonl, *filter(None, others), *own], jsonl.flush), run)
 

@@ -28,7 +28,7 @@ from gregale.programs.runtime.batches import BatchSharding
 from gregale.programs.train.loop import NextPrograms
 from gregale.programs.train.resume import Start
 from gregale.programs.train.step_log import Observers
-from gregale.runs.history import ROUNDS
+from gregale.runs.history import RunPaths
 from gregale.storage import StoreError, write_bytes
 from gregale.storage.jsonl import ResumePoint, lines_at, read_entries
 from gregale.tracking.callback import Callbacks, StepContext
@@ -38,6 +38,7 @@ from tests.methods.islands import Fleet, on_one_device
 from tests.stores import Fault, proxied
 
 SCHEDULE = Schedule(period=10, fragments=2, delay=1, layers=4)  # a round every 5 steps
+ROUNDS = RunPaths.rounds
 PACE = RoundPacing(SCHEDULE, 120, False, 1.0)
 
 

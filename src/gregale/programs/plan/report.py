@@ -11,7 +11,7 @@ from gregale.axes.parameters import layer_order, parameter_count, trainable
 from gregale.cost.chips import GBIT
 from gregale.cost.overlap import DENSE, MIXTURE, Schedule
 from gregale.cost.roofline import Roofline
-from gregale.methods.comparison import compared
+from gregale.methods.config import compared
 from gregale.methods.schedule import Schedule as MethodSchedule
 from gregale.model.execution import execution
 from gregale.programs.plan.devices import Target

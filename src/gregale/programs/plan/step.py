@@ -38,7 +38,7 @@ from gregale.cost.roofline import DeviceWork, Roofline, link_rates, roofline
 from gregale.cost.work import Work, work_of
 from gregale.errors import UserError
 from gregale.formatting import listed
-from gregale.methods.traffic import SYNCHRONISE
+from gregale.methods.schedule import SYNCHRONISE
 from gregale.programs.plan.devices import Target, for_accelerators
 from gregale.programs.plan.estimates import FAR_AXES, parameter_use, tree_bytes
 from gregale.programs.runtime.build import set_up

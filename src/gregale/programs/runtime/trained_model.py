@@ -20,7 +20,7 @@ from haliax import NamedArray
 
 from gregale.axes.layout import BATCH, Layout, MappingConfig, MeshConfig, is_named, make_mesh, mapped_layout
 from gregale.axes.parameters import QuantisedWeight, buffers_of, is_quantised, trainable, with_arrays
-from gregale.checkpoint.manifest import MANIFEST, folder_name, measured
+from gregale.checkpoint.manifest import folder_name, measured, read_manifest
 from gregale.checkpoint.multihost import by_first_process, messages_of_all
 from gregale.checkpoint.store import Checkpoints
 from gregale.data.build import MASKS
@@ -468,9 +468,9 @@ def _origin(name: str, record: Mapping[str, Any] | None) -> dict[str, Any]:
     step = record["step"] if record is not None else max(steps, default=None)
     if step not in steps:
         raise UserError(f"start_from: {run.path} has no checkpoint of step {step}; there are: {steps or 'none'}.")
-    manifest = (run.checkpoints / folder_name(step) / MANIFEST).read_bytes()
+    manifest = read_manifest(run.checkpoints / folder_name(step))
     origin = run.path if isinstance(run.path, ObjectPath) else run.path.absolute()
-    return {"origin": str(origin), "step": step, "digest": json.loads(manifest)["blake2b"]}
+    return {"origin": str(origin), "step": step, "digest": manifest["blake2b"]}
 
 
 def on_this_mesh(theirs: TrainConfig, here: TrainConfig) -> TrainConfig:

@@ -32,7 +32,7 @@ from gregale.runs.config import TrainConfig
 from gregale.runs.process_agreement import process_terms
 from gregale.runs.run_directory import RunDirectory
 from gregale.runs.run_lock import hold_run_lock
-from gregale.runs.sections import REGISTERED
+from gregale.runs.sections import GUESTS
 from gregale.runs.stages import Change, changes, number_after
 from gregale.settings import Settings, setting, whole
 from gregale.tracking.callback import RunInfo
@@ -141,8 +141,8 @@ class PreparedRun:
 
         - `changed`: the keys that have changed since
         """
-        config, step = self.setup.config, start.step
-        if (reason := first_message(self.directory.stop_reason(step))) is None:
+        config, step, saved = self.setup.config, start.step, self.directory.saved()
+        if (reason := first_message(saved.stop_reason if saved.step == step else None)) is None:
             return False
         if any(change.key in ("steps", "callbacks") for change in changed):
             by_first_process(lambda: self.directory.note_checkpoint(step), None)
@@ -286,7 +286,7 @@ def train(run: PreparedRun) -> int:
         console.message(f"Changed since step {step}: {'; '.join(map(str, changed))}.")
     if run.window is not None and run.window.last <= step:
         console.message(f"Nothing is traced: the steps {run.window} of --profile were done before.")
-    with closing(Profile(run.window, run.directory.path / "profiles", console.message)) as profile:
+    with closing(Profile(run.window, run.directory.profiles, console.message)) as profile:
         while (code := train_stage(run, start, changed, profile)) is None:
             run, start, changed = run.starting_point()
             among = f"Stage {run.number + 1} of {len(run.stages)}"
@@ -336,5 +336,5 @@ def train_stage(run: PreparedRun, start: Start, changed: Sequence[Change], profi
     return run.exit_code(steps, evaluation.latest, stopped)
 
 
-READS = tuple(each.name for each in fields(TrainConfig) if each.name not in REGISTERED)
+READS = tuple(each.name for each in fields(TrainConfig) if each.name not in GUESTS)
 COMMAND = Command(main=main, options=TrainOptions, config=TrainConfig, reads=READS, positional=("config",))
