@@ -71,6 +71,7 @@ def register_command(name: str, program: Program) -> None:
     PROGRAMS[name] = program
 
 
+YAML = (".yaml", ".yml")
 _OUT_OF_MEMORY = re.compile(r"RESOURCE_EXHAUSTED|[Oo]ut of memory")
 _REQUESTED_BYTES = re.compile(r"allocat\w+ (\d+) bytes")
 
@@ -176,7 +177,7 @@ def _dispatch(arguments: list[str], programs: Mapping[str, Program]) -> Callable
         print(f"gregale {__version__}")
         return lambda: 0
     name, rest = split_name(arguments, programs)
-    if name not in programs:
+    if name not in programs and any(each.startswith("--plugins") or each.endswith(YAML) for each in rest):
         _import_plugins(rest)
         name, rest = split_name(arguments, programs)
     if name not in programs:
@@ -202,7 +203,7 @@ def _import_plugins(arguments: Sequence[str]) -> None:
     from gregale.runs.parsing import load_plugins, split_arguments
 
     words, pairs = split_arguments(arguments)
-    load_plugins([word for word in words if word.endswith((".yaml", ".yml"))], pairs)
+    load_plugins([word for word in words if word.endswith(YAML)], pairs)
 
 
 def split_name(arguments: Sequence[str], programs: Mapping[str, Program] = PROGRAMS) -> tuple[str, list[str]]:
