@@ -38,7 +38,7 @@ class Calibration:
     most: float
 
 
-DENSE, MIXTURE = Calibration(1.074, 0.91, 1.20), Calibration(1.2, 1.1, 1.3)
+DENSE, MIXTURE = Calibration(1.078, 0.94, 1.20), Calibration(1.217, 1.18, 1.26)
 
 
 @dataclass(frozen=True)
