@@ -191,7 +191,7 @@ def test_a_run_that_ends_between_synchronisations_is_read_after_one_more(
     inputs, never_stopped, evaluated, tmp_path, capsys
 ):
     """By NumPy from the state of its checkpoint, which stays as it is: steps 5 and 6 of period 4, weighed by tokens."""
-    run = killed(never_stopped, tmp_path / kind, STOPPED)
+    run = killed(never_stopped, tmp_path / "between", STOPPED)
     assert train(inputs, run, *SETTINGS["diloco"], "--steps", str(STOPPED)) == 0
     assert f"The last synchronisation comes after step 4 of {STOPPED}. Evaluations, " in capsys.readouterr().out
     state = saved_state(run, STOPPED)
