@@ -108,7 +108,7 @@ def test_json_has_it_all(found, monkeypatch, capsys):
 
 def test_if_nothing_fits_remedies_are_told(found, monkeypatch):
     tight = replace(TARGET, chip=replace(chip("v5e"), memory_bytes=1000))
-    for limit in ("MAX_COMPILED", "MAX_OF_A_KIND", "MAX_MESHES"):
+    for limit in ("MAX_COMPILED", "MAX_MESHES"):
         monkeypatch.setattr(f"gregale.programs.plan.search.{limit}", 1)
     nothing = search(CONFIG, Compiler(257, tight, None, None, str))
     assert [each.candidate for each in nothing.ranked if each.peak is not None] == [nothing.configured]
