@@ -1,5 +1,6 @@
 """Every test sees eight simulated CPU devices; the flags have to be set before JAX starts."""
 
+import ctypes
 import faulthandler
 import gc
 import os
@@ -42,6 +43,7 @@ os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 os.environ["JAX_COMPILATION_CACHE_INCLUDE_METADATA_IN_KEY"] = "1"
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 
+GROWTH_BYTES = 1_500_000_000  # of a worker's memory, before it frees what it can
 TESTS = Path(__file__).parent
 # What takes long, whole programs and steps on many meshes above all. `make quick` leaves it out, and it is begun first,
 # so that no worker is left alone with one of these files at the end.
@@ -107,6 +109,29 @@ def compile_once() -> None:
     gc.collect()
     gc.freeze()  # what is imported stays; to look through it again and again takes a tenth of the time of tracing
     gc.set_threshold(50_000, 20, 100)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.fixture(scope="session")
+def memory_limit() -> list[int]:
+    """Resident bytes above which the next module's end frees memory."""
+    return [GROWTH_BYTES]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def bounded_memory(memory_limit) -> Iterator[None]:
+    """Frees what a module leaves, once that is much: it takes a second and makes programs that others share anew."""
+    yield
+    if resident_bytes() > memory_limit[0]:
+        import jax
+
+        jax.clear_caches()
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        memory_limit[0] = resident_bytes() + GROWTH_BYTES
 
 
 @pytest.fixture(scope="session")

@@ -39,26 +39,28 @@ def small_setup(sizes: tuple[int, ...], microbatches: int = 2, compute=None, mod
     return set_up(config, 257, make_mesh(config.mesh, jax.devices()[: prod(sizes)]))
 
 
-def lowered_step(setup: Setup) -> jax.stages.Lowered:
+def traced_step(setup: Setup) -> jax.stages.Traced:
     """The step that `train` runs; of DiLoCo, one in which nothing is sent or applied."""
     during = setup.method.actions(1).step_args
-    return setup.stepper().program.lower(setup.abstract_state(), setup.abstract_batch, *during)
+    return setup.stepper().program.trace(setup.abstract_state(), setup.abstract_batch, *during)
+
+
+def lowered_step(setup: Setup) -> jax.stages.Lowered:
+    return traced_step(setup).lower()
 
 
 def lowered_for(setup: Setup, platform: str) -> str:
     """That step as it is given to the compiler of another platform, which need not be there."""
-    during = setup.method.actions(1).step_args
-    traced = setup.stepper().program.trace(setup.abstract_state(), setup.abstract_batch, *during)
-    return traced.lower(lowering_platforms=(platform,)).as_text()
+    return traced_step(setup).lower(lowering_platforms=(platform,)).as_text()
 
 
 def audited(setup: Setup) -> Audit:
     """The audit of that step."""
-    return audit(compiled_text(setup), setup.layout.mesh, known_trips(setup))
+    return audit(compiled_text(traced_step(setup)), setup.layout.mesh, known_trips(setup))
 
 
-def compiled_text(setup: Setup) -> str:
-    return lowered_step(setup).compile(compiler_options=FAST).as_text() or ""
+def compiled_text(step: jax.stages.Traced) -> str:
+    return step.lower().compile(compiler_options=FAST).as_text() or ""
 
 
 def products_of(text: str, setup: Setup) -> int:

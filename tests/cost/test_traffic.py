@@ -13,16 +13,17 @@ from gregale.axes.layout import MappingConfig, MeshConfig
 from gregale.axes.parameters import trainable
 from gregale.cost import audit
 from gregale.cost.memory import bytes_on_device
+from gregale.cost.work import work_of
 from gregale.methods.config import DilocoConfig
 from gregale.model.config import BalanceConfig, ExpertsConfig, LoraConfig
 from gregale.model.llama import GptOssConfig
 from gregale.objectives import DpoConfig
 from gregale.optim import AdamWConfig, GroupConfig, MuonConfig
-from gregale.programs.plan.step import known_trips, step_work
+from gregale.programs.plan.step import known_trips
 from gregale.programs.runtime.build import set_up
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
-from tests.cost.steps import audited, compiled_text, products_of, small_setup
+from tests.cost.steps import audited, compiled_text, products_of, small_setup, traced_step
 from tests.cost.warnings import captured_compiler_warnings
 from tests.sent import assert_sends_as_recorded
 
@@ -109,8 +110,9 @@ def test_a_compiled_step_sends_as_recorded(name):
     if name == "gpt-oss":
         model = GptOssConfig(layers=4, hidden=32, heads=8, kv_heads=4, vocabulary=320, experts=EXPERTS)
         setup = set_up(replace(setup.config, model=model), 257, setup.layout.mesh)
+    step = traced_step(setup)
     with captured_compiler_warnings() as warnings:
-        text = compiled_text(setup)
+        text = compiled_text(step)
     found = audit(text, setup.layout.mesh, known_trips(setup))
     assert not warnings.rematerializations
     assert not [each for each in found.over("replica") if each.loop]
@@ -119,7 +121,7 @@ def test_a_compiled_step_sends_as_recorded(name):
     if name not in SPREAD:
         assert [each for each in found.over("data") if each.loop], "the check finds what is there"
     assert_sends_as_recorded(found)
-    assert products_of(text, setup) == pytest.approx(step_work(setup).flops, rel=0.06), "as the walk over the jaxpr"
+    assert products_of(text, setup) == pytest.approx(work_of(step.jaxpr).flops, rel=0.06), "as the walk over the jaxpr"
 
 
 def test_a_rematerialization_would_be_found(mesh):

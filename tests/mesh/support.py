@@ -19,6 +19,8 @@ from gregale.model.kernels.cpu import cpu_kernels
 from gregale.model.kernels.dispatch import KernelRequest, kernels_for
 from gregale.model.kernels.operations import Kernels
 from gregale.model.llama import Llama, LlamaConfig
+from gregale.programs.runtime.setup import Setup
+from gregale.training.state import TrainState
 
 ROWS, POSITIONS, VOCABULARY = 32, 16, 64
 SMALL = LlamaConfig(layers=2, hidden=32, heads=8, mlp=64, init_scale=0.2)
@@ -93,6 +95,17 @@ def token_batch(
         "segment_ids": segments.astype(np.int32),
     }
     return {name: hax.named(array, (Rows, Position)) for name, array in arrays.items()}
+
+
+def first_state(setup: Setup) -> TrainState:
+    """The state before the first step: arrays that `initial_state` made on one mesh, placed on this one."""
+    shapes = setup.abstract_state()
+    key = repr((setup.config.model, setup.config.seed, jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), shapes)))
+    _first_states[key] = _first_states.get(key) or jax.device_get(setup.initial_state())
+    return jax.device_put(_first_states[key], jax.tree.map(lambda leaf: leaf.sharding, shapes))
+
+
+_first_states: dict[str, TrainState] = {}
 
 
 def placed(tree, layout: Layout, mapping):

@@ -17,7 +17,7 @@ from gregale.optim import AdamWConfig, ConstantSchedule
 from gregale.programs.runtime.build import set_up
 from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import BatchConfig, TrainConfig
-from tests.mesh.support import held, rarely, token_batch
+from tests.mesh.support import first_state, held, rarely, token_batch
 from tests.sent import assert_sends_as_recorded
 
 ROWS, POSITIONS, VOCABULARY = 16, 32, 64
@@ -54,7 +54,7 @@ def set_up_on(mesh: MeshConfig, **changes) -> Setup:
 
 def summed(setup: Setup, batch) -> tuple[float, dict[str, np.ndarray], Audit]:
     """The loss and its gradients, before anything is divided, and what the program sends."""
-    state = setup.initial_state().method
+    state = first_state(setup).method
     held_batch = held(batch, setup.layout)
     psdp = setup.psdp
     program = (
@@ -118,7 +118,7 @@ def test_methods_train_as_with_whole_sequences(name):
     steppers, places = [setup.stepper() for setup in setups], [setup.abstract_state() for setup in setups]
     losses, parameters = [], []
     for shares in (lambda step: False, lambda step: not 7 < step <= 14):
-        state, found = setups[0].initial_state(), []
+        state, found = first_state(setups[0]), []
         for step in range(1, STEPS + 1):
             index = shares(step)
             batch = held(token_batch(ROWS, POSITIONS, VOCABULARY, seed=step), setups[index].layout)

@@ -70,10 +70,8 @@ def dense_loop(self: Experts, x: NamedArray, mask: NamedArray | None, execution:
     weights = jnp.where(chosen, scores, 0)
     if c.renormalise:
         weights = weights / weights.sum(-1, keepdims=True)
-    out = jnp.zeros_like(tokens)
-    for e in range(c.count):
-        gate, up, down = (each.array[e] for each in (self.gate, self.up, self.down))
-        out = out + c.scale * weights[..., e, None] * ((silu(tokens @ gate) * (tokens @ up)) @ down)
+    gate, up = (jnp.einsum("bpe,rem->bprm", tokens, each.array) for each in (self.gate, self.up))
+    out = c.scale * jnp.einsum("bpr,bprm,rme->bpe", weights, silu(gate) * up, self.down.array)
     if (shared := self.shared) is not None:
         gate, up, down = (each.weight.array for each in (shared.gate, shared.up, shared.down))
         factor = 1 if self.shared_gate is None else jax.nn.sigmoid(tokens @ self.shared_gate.array)

@@ -23,7 +23,7 @@ from gregale.programs.runtime.build import set_up
 from gregale.programs.runtime.setup import Setup, checked_loss
 from gregale.programs.train.step_log import measured
 from gregale.training.state import StepReport
-from tests.mesh.support import held, one_device, rarely, token_batch
+from tests.mesh.support import first_state, held, one_device, rarely, token_batch
 from tests.mesh.test_mapping import ONE, POSITIONS, ROWS, VOCABULARY
 
 COEFFICIENT = 0.1  # large, so that gradients show it
@@ -34,6 +34,7 @@ def z_config():
     return replace(ONE.model, z_loss=COEFFICIENT)
 
 
+@cache
 def buffered_config():
     """A z-loss, a term around the running mean of log Z, and counts of the targets, by the model's own rules."""
 
@@ -75,7 +76,7 @@ def set_up_on(mesh: MeshConfig, **changes) -> Setup:
 
 def steps_of(setup: Setup, count: int) -> tuple[list[dict[str, float]], list[np.ndarray], Any]:
     """What each of some steps logs, and the parameters and buffers after them."""
-    state, logged = setup.initial_state().method, []
+    state, logged = first_state(setup).method, []
     step = jax.jit(setup.method.step)
     for number in range(1, count + 1):
         actions = setup.method.actions(number)

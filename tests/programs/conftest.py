@@ -13,7 +13,11 @@ import pytest
 from jax.sharding import Mesh
 
 from gregale.cli import main
+from gregale.cost.work import Work
 from gregale.methods.method import Method
+from gregale.programs.plan import candidates, search
+from gregale.programs.plan.devices import Target
+from gregale.programs.plan.step import Plan
 from gregale.programs.runtime import setup as setup_module
 from gregale.programs.runtime.evaluation import EvaluationText, Evaluator
 from gregale.programs.runtime.setup import Setup
@@ -70,6 +74,33 @@ def traced_programs() -> Iterator[dict[tuple[str, str], Any]]:
         patch.setattr(setup_module, "placed", shared_setup)
         patch.setattr(Evaluator, "__init__", shared_sums)
         yield made
+
+
+@pytest.fixture(scope="session", autouse=True)
+def planned_programs() -> Iterator[None]:
+    """Searches and remedies share plans and traced work of equal configurations: a chip only says what is too much."""
+    plans: dict[str, Plan] = {}
+    works: dict[str, Work] = {}
+    plan, work = search.plan_step, candidates.step_work
+
+    def shared_plan(config: TrainConfig, tokens: int, target: Target, until: str) -> Plan:
+        if config.plugins:
+            return plan(config, tokens, target, until)
+        key = repr((config, tokens, target.devices, target.topology, until))
+        plans[key] = plans.get(key) or plan(config, tokens, target, until)
+        return replace(plans[key], target=target)
+
+    def shared_work(setup: Setup) -> Work:
+        if setup.config.plugins:
+            return work(setup)
+        key = repr((setup.config, setup.Vocab, setup.layout.mesh, list(setup.layout.mesh.devices.flat)))
+        works[key] = works.get(key) or work(setup)
+        return works[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search, "plan_step", shared_plan)
+        patch.setattr(candidates, "step_work", shared_work)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -36,7 +36,7 @@ from gregale.training.state import TrainState
 from tests.huggingface.hub import VOCABULARY, made
 from tests.mesh.support import placed
 from tests.packages import Package
-from tests.programs.tiny import CONFIG, assert_same_state, checkpoint_steps, saved_state, write_config
+from tests.programs.tiny import CONFIG, assert_same_state, checkpoint_steps, killed, saved_state, write_config
 
 torch, transformers, peft = Package("torch"), Package("transformers"), Package("peft")
 
@@ -216,11 +216,10 @@ def test_a_checkpoint_has_the_adapters_and_names_the_frozen_weights(tuned):
 
 
 def test_a_resumed_run_is_equal_to_the_last_bit(tuned, inputs, gregale):
-    shutil.copytree(tuned, inputs / "runs" / "again")
-    shutil.rmtree(inputs / "runs" / "again" / "checkpoints" / "step-00000004")
-    assert checkpoint_steps(inputs / "runs" / "again") == [2]
+    again = killed(tuned, inputs / "runs" / "again", 2)
+    assert checkpoint_steps(again) == [2]
     assert gregale("train", "tuned.yaml", "--name", "again") == 0
-    assert_same_state(inputs / "runs" / "again", tuned, 4)
+    assert_same_state(again, tuned, 4)
 
 
 def test_other_frozen_weights_are_refused(tuned, inputs, refused):
@@ -274,10 +273,9 @@ def test_a_run_beside_weights_in_four_bits_resumes_and_exports_what_it_computes(
     made("qwen2", inputs / "wide_hub", hidden_size=128, intermediate_size=128)
     adapter = {"rank": 4, "targets": ["query", "down"], "base": "nf4"}
     run = trained_run(inputs, "bits", "wide_hub", "wide", adapter, compute__remat="full")
-    shutil.copytree(run, inputs / "runs" / "bits_again")
-    shutil.rmtree(inputs / "runs" / "bits_again" / "checkpoints" / "step-00000004")
+    again = killed(run, inputs / "runs" / "bits_again", 2)
     assert gregale("train", "bits.yaml", "--name", "bits_again") == 0
-    assert_same_state(inputs / "runs" / "bits_again", run, 4)
+    assert_same_state(again, run, 4)
     assert "adapter.base" in refused("train", "bits.yaml", "--name", "bits", "--steps", "6", "--adapter.base", "int8")
     assert gregale("export", "bits", "bits_merged") == 0
     assert gregale("sample", "bits", "the ", "--tokens", "4") == 0

@@ -9,7 +9,7 @@ import yaml
 
 from gregale.cli import main
 from tests.plugins import plugins_from
-from tests.programs.tiny import CONFIG, assert_same_state, lines, saved_state, write_inputs
+from tests.programs.tiny import CONFIG, assert_same_state, killed, lines, saved_state, write_inputs
 
 OWN = {
     "plugins": ["two_widths"],
@@ -26,14 +26,14 @@ OWN = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with the run `whole` of 4 steps, and `resumed` of 2 and then 4."""
+    """A folder with the run `whole` of 4 steps, and `resumed`, which goes on from its checkpoint of step 2."""
     folder = write_inputs(tmp_path_factory.mktemp("stacks"))
     (folder / "own.yaml").write_text(yaml.safe_dump({**CONFIG, "name": "whole", **OWN}))
     with plugins_from(Path(__file__).parent / "plugins"), pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         assert main(["train", "own.yaml"]) == 0
-        for steps in ("2", "4"):
-            assert main(["train", "own.yaml", "--name", "resumed", "--steps", steps]) == 0
+        killed(folder / "runs" / "whole", folder / "runs" / "resumed", 2)
+        assert main(["train", "own.yaml", "--name", "resumed"]) == 0
         yield folder
 
 

@@ -3,7 +3,6 @@
 Of each method there is one run; `test_train.py` has the run of exact PSDP. Two of them are quantised.
 """
 
-import shutil
 from pathlib import Path
 
 import jax
@@ -19,7 +18,7 @@ from gregale.programs.runtime.trained_model import checkpoint_template, open_tra
 from gregale.programs.train.resume import converted
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
-from tests.programs.tiny import assert_same_state, checkpoint_steps, lines, losses, saved_state
+from tests.programs.tiny import assert_same_state, checkpoint_steps, killed, lines, losses, saved_state
 
 STEPS, STOPPED, JOINED = 12, 6, 8
 STREAMING = Schedule(period=4, fragments=2, delay=3, layers=1)
@@ -62,20 +61,11 @@ def never_stopped(inputs, kind) -> Path:
     return run
 
 
-def killed(run: Path, folder: Path, step: int) -> Path:
-    """What a kill after the checkpoint of a step leaves of a run, as a copy in a folder."""
-    left = folder / run.name
-    shutil.copytree(run, left)
-    for later in range(step + 1, STEPS + 1):
-        shutil.rmtree(left / "checkpoints" / f"step-{later:08}", ignore_errors=True)
-    return left
-
-
 @pytest.mark.parametrize("kind", ["psdp", "streaming"], indirect=True, scope="module")
 def test_a_stop_changes_no_bit(inputs, kind, never_stopped, tmp_path, capsys, monkeypatch):
     joins, to_psdp = [], Diloco.to_psdp
     monkeypatch.setattr(Diloco, "to_psdp", lambda *given: joins.append(given) or to_psdp(*given))
-    stopped = killed(never_stopped, tmp_path, STOPPED)
+    stopped = killed(never_stopped, tmp_path / kind, STOPPED)
     assert checkpoint_steps(stopped) == [2, 4, STOPPED]
     assert train(inputs, stopped, *SETTINGS[kind]) == 0
     assert len(joins) == 2 * (kind == "streaming"), "checkpoints have joined parameters, by one program in each stage"
@@ -139,7 +129,7 @@ def test_what_is_lost_is_measured_beside_the_held_out_loss(never_stopped):
 def test_a_quantised_run_goes_on_without_its_errors_if_it_is_exact_and_with_others_on_another_mesh(
     inputs, never_stopped, tmp_path
 ):
-    run, stop = killed(never_stopped, tmp_path, STEPS - 2), STEPS - 2
+    run, stop = killed(never_stopped, tmp_path / "psdp", STEPS - 2), STEPS - 2
     assert train(inputs, run, *COMMON) == 0
     assert losses(run)[:stop] == losses(never_stopped)[:stop]
     np.testing.assert_allclose(losses(run), losses(never_stopped), atol=0.3)
@@ -159,7 +149,7 @@ def test_a_quantised_run_goes_on_without_its_errors_if_it_is_exact_and_with_othe
 @pytest.mark.parametrize("kind", ["diloco"], indirect=True, scope="module")
 def test_other_replicas_are_refused_and_taken_through_psdp(inputs, never_stopped, tmp_path, capsys):
     four = [*DILOCO, "--mesh.replica", "4", "--mesh.data", "2"]
-    diloco = killed(never_stopped, tmp_path / "diloco", JOINED)
+    diloco = killed(never_stopped, tmp_path / "joined", JOINED)
     assert train(inputs, diloco, *COMMON, *four) == 2
     error = capsys.readouterr().err
     assert "mesh.replica is 4, but the checkpoint is of diloco with 2 replicas" in error
@@ -201,7 +191,7 @@ def test_a_run_that_ends_between_synchronisations_is_read_after_one_more(
     inputs, never_stopped, evaluated, tmp_path, capsys
 ):
     """By NumPy from the state of its checkpoint, which stays as it is: steps 5 and 6 of period 4, weighed by tokens."""
-    run = killed(never_stopped, tmp_path, STOPPED)
+    run = killed(never_stopped, tmp_path / "between", STOPPED)
     assert train(inputs, run, *SETTINGS["diloco"], "--steps", str(STOPPED)) == 0
     assert f"The last synchronisation comes after step 4 of {STOPPED}. Evaluations, " in capsys.readouterr().out
     state = saved_state(run, STOPPED)

@@ -50,7 +50,8 @@ def test_xla_has_the_flags_of_train_where_the_run_has_cpu_devices(monkeypatch, c
     assert os.environ["XLA_FLAGS"] == (own if cpu_devices is None else with_flags(own, 8))
 
 
-def test_a_pipeline_is_shown_with_its_bubble_and_remedies_by_its_keys():
+def test_a_pipeline_is_shown_with_its_bubble_and_remedies_by_its_keys(monkeypatch):
+    monkeypatch.setattr("gregale.programs.plan.search.MAX_OF_A_KIND", 1)
     stages = ["--model.layers=4", "--mesh.stage=2", "--mesh.model=1", "--batch.size=32", "--pipeline.repeats=2"]
     plan = plan_of(config_of(*stages))
     report = report_of(too_large(plan), 257, None)

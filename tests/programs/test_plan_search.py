@@ -108,7 +108,8 @@ def test_json_has_it_all(found, monkeypatch, capsys):
 
 def test_if_nothing_fits_remedies_are_told(found, monkeypatch):
     tight = replace(TARGET, chip=replace(chip("v5e"), memory_bytes=1000))
-    monkeypatch.setattr("gregale.programs.plan.search.MAX_COMPILED", 1)
+    for limit in ("MAX_COMPILED", "MAX_MESHES"):
+        monkeypatch.setattr(f"gregale.programs.plan.search.{limit}", 1)
     nothing = search(CONFIG, Compiler(257, tight, None, None, str))
     assert [each.candidate for each in nothing.ranked if each.peak is not None] == [nothing.configured]
     assert nothing.best is None
@@ -125,8 +126,9 @@ def test_if_nothing_fits_remedies_are_told(found, monkeypatch):
 def test_a_remedy_is_what_the_compiler_says_fits():
     """On a chip that another mesh fits; of a kind no more is compiled once a change fits."""
     tight, lines = replace(TARGET, chip=replace(chip("v5e"), memory_bytes=700_000)), []
-    plan = plan_step(CONFIG, 257, tight, MEMORY)
-    found = remedies(plan, Compiler(257, tight, None, None, lines.append))
+    compiler = Compiler(257, tight, None, None, lines.append)
+    (plan,) = compiler.plans([("as configured", CONFIG)])
+    found = remedies(plan, compiler)
     first = found[0]
     assert first.fits
     assert first.peak_bytes <= 700_000
@@ -166,7 +168,7 @@ def test_what_is_not_possible_is_left_out_with_its_reason(monkeypatch):
 
 def test_what_is_asynchronous_inside_a_slice_is_hidden(found):
     """As far as there is compute; between slices nothing is."""
-    plan = plan_step(found.best.candidate.of(CONFIG), 257, TARGET, MEMORY)
+    (plan,) = Compiler(257, TARGET, None, None, str).plans([("best", found.best.candidate.of(CONFIG))])
     bound = plan.roofline(None)
     assert plan.seconds(None) == pytest.approx(bound.one_after_another), "nothing is, on simulated devices"
     moving = Audit(tuple(replace(each, is_async=True) for each in plan.step.audit.collectives))

@@ -3,7 +3,6 @@
 import copy
 import json
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from tests.huggingface.hub import VOCABULARY, made
 from tests.mesh.support import placed
 from tests.packages import Package
 from tests.plugins import EXAMPLES, plugins_from
-from tests.programs.tiny import assert_same_state, lines
+from tests.programs.tiny import assert_same_state, killed, lines
 
 torch, safetensors = Package("torch"), Package("safetensors.torch")
 PAIRS, POSITIONS, BETA, RANK, ALPHA = 4, 32, 0.3, 4, 8.0
@@ -218,10 +217,9 @@ def test_a_run_on_pairs_evaluates_pairs_and_other_text(twins, tmp_path, monkeypa
     (tmp_path / "dpo.yaml").write_text(yaml.safe_dump(whole))
     assert main(["train", "dpo.yaml"]) == 0
     run = tmp_path / "runs" / "tuned"
-    shutil.copytree(run, run.parent / "again")
-    shutil.rmtree(run.parent / "again" / "checkpoints" / "step-00000012")
+    again = killed(run, run.parent / "again", 6)
     assert main(["train", "dpo.yaml", "--name", "again"]) == 0
-    assert_same_state(run.parent / "again", run, 12)
+    assert_same_state(again, run, 12)
     logged = lines(tmp_path / "runs" / "tuned")
     first, *_, step = (line for line in logged if "loss" in line)
     assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)

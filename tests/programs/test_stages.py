@@ -11,7 +11,7 @@ from gregale.checkpoint.store import Checkpoints
 from gregale.programs.train.loop import MeshSteps
 from gregale.storage.jsonl import read_entries
 from gregale.streams import LEFT_AT_EXIT
-from tests.programs.tiny import assert_same_state, checkpoint_steps, lines, losses
+from tests.programs.tiny import assert_same_state, checkpoint_steps, killed, lines, losses
 from tests.runs.runs import write_starts
 
 MORE, DILOCO = "{type: text, files: ['text/[0-3].txt'], weight: 3}", "{type: diloco, period: 2}"
@@ -109,13 +109,10 @@ def test_stopped_around_boundaries_it_goes_on_bit_for_bit(train, staged, inputs,
 
 def test_killed_after_a_boundary_it_takes_it_again(train, staged, inputs):
     """As `kill -9` leaves it: the newest checkpoint is of a stage before, and the lines of later steps are there."""
-    killed = inputs / "runs" / "killed"
-    shutil.copytree(staged, killed)
-    for step in (10, 12):
-        shutil.rmtree(killed / "checkpoints" / f"step-{step:08d}")
+    run = killed(staged, inputs / "runs" / "killed", 8)
     assert train("killed", "--stages", stages()) == 0
-    assert losses(killed) == losses(staged)
-    assert_same_state(killed, staged, 12)
+    assert losses(run) == losses(staged)
+    assert_same_state(run, staged, 12)
 
 
 def files_of(run: Path) -> dict[str, bytes]:

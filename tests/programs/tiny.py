@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -146,6 +147,15 @@ def assert_same_state(run: StoragePath, other: StoragePath, step: int) -> None:
     for name, array in found.items():
         assert array.dtype == expected[name].dtype, name
         assert array.tobytes() == expected[name].tobytes(), name
+
+
+def killed(run: Path, left: Path, step: int) -> Path:
+    """What a kill after the checkpoint of a step leaves of a run, as a copy; later lines of its files stay."""
+    shutil.copytree(run, left)
+    for later in checkpoint_steps(left):
+        if later > step:
+            shutil.rmtree(left / "checkpoints" / folder_name(later))
+    return left
 
 
 def damage(run: Path, step: int, how: str) -> None:
