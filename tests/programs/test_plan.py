@@ -13,6 +13,7 @@ from gregale.data.sources.text import TextSource
 from gregale.data.tokenizers import SAVED_NAME, BpeConfig, BytesConfig, FileConfig, vocabulary_size
 from gregale.distributed.devices import with_flags
 from gregale.errors import UserError
+from gregale.programs.plan.candidates import Bounds, changes
 from gregale.programs.plan.devices import for_accelerators, simulated_target, topology_target
 from gregale.programs.plan.report import kernels_of, report_of
 from gregale.programs.plan.search import remedies
@@ -51,16 +52,20 @@ def test_xla_has_the_flags_of_train_where_the_run_has_cpu_devices(monkeypatch, c
 
 
 def test_a_pipeline_is_shown_with_its_bubble_and_remedies_by_its_keys(monkeypatch):
-    monkeypatch.setattr("gregale.programs.plan.search.MAX_OF_A_KIND", 1)
     stages = ["--model.layers=4", "--mesh.stage=2", "--mesh.model=1", "--batch.size=32", "--pipeline.repeats=2"]
     plan = plan_of(config_of(*stages))
     report = report_of(too_large(plan), 257, None)
-    found = remedies(too_large(plan), compiler_for(plan))
     schedule = Schedule(2, 2, 2)
     expected = {"stages": 2, "microbatches": 2, "repeats": 2, "forwarding": 1, "iterations": 5, "bubble": 1 / 5}
     assert report["pipeline"] == {**expected, "picture": schedule.picture()}
     assert not report["fits"]
-    assert {each.change.partition(".")[0] for each in found} & {"--pipeline", "--batch"}
+    kinds = changes(plan.setup, 257, Bounds(257, plan.target))
+    keys = {f"pipeline.{key}" for key in ("remat", "repeats", "microbatches", "gather")} | {"batch.microbatches"}
+    assert {key for kind in kinds for settings, _ in kind for key in settings if "mesh" not in key} == keys
+    columns = [kind for kind in kinds if "pipeline.microbatches" in kind[0][0]]
+    monkeypatch.setattr("gregale.programs.plan.search.changes", lambda *_: columns)
+    (found,) = remedies(too_large(plan), compiler_for(plan))
+    assert (found.change, found.fits) == ("--pipeline.microbatches 4", True)
     text = tables(report)
     assert "20.0% of them idle" in text
     assert schedule.picture() in text
