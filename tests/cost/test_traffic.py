@@ -24,7 +24,7 @@ from gregale.programs.runtime.build import set_up
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
 from tests.cost.steps import audited, compiled_text, products_of, small_setup, traced_step
-from tests.cost.warnings import captured_compiler_warnings
+from tests.cost.warnings import rematerializations
 from tests.sent import assert_sends_as_recorded
 
 pytestmark = pytest.mark.usefixtures("compiled_anew")  # for what the compiler warns of
@@ -111,10 +111,10 @@ def test_a_compiled_step_sends_as_recorded(name):
         model = GptOssConfig(layers=4, hidden=32, heads=8, kv_heads=4, vocabulary=320, experts=EXPERTS)
         setup = set_up(replace(setup.config, model=model), 257, setup.layout.mesh)
     step = traced_step(setup)
-    with captured_compiler_warnings() as warnings:
+    with rematerializations() as warnings:
         text = compiled_text(step)
     found = audit(text, setup.layout.mesh, known_trips(setup))
-    assert not warnings.rematerializations
+    assert not warnings
     assert not [each for each in found.over("replica") if each.loop]
     rings = [each for each in found.collectives if each.kind == "collective-permute"]
     assert setup.layout.context > 1 or setup.config.adapter is not None or not rings
@@ -132,10 +132,10 @@ def test_a_rematerialization_would_be_found(mesh):
         return jax.lax.with_sharding_constraint(jnp.cos(y), NamedSharding(mesh, P(None, ("model", "replica"))))
 
     x = jax.ShapeDtypeStruct((16, 16), jnp.float32, sharding=NamedSharding(mesh, P("replica", "data")))
-    with captured_compiler_warnings() as caught:
+    with rematerializations() as caught:
         jax.jit(step).lower(x).compile()
-    assert len(caught.rematerializations) == 1
-    assert "sharding_constraint" in caught.rematerializations[0]
+    assert len(caught) == 1
+    assert "sharding_constraint" in caught[0]
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])

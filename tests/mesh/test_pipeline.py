@@ -22,7 +22,7 @@ from tests.communication.pipeline.test_stack import (
     stack_of,
     toy_layer,
 )
-from tests.cost.warnings import captured_compiler_warnings
+from tests.cost.warnings import rematerializations
 from tests.mesh.support import layout_of
 
 pytestmark = pytest.mark.usefixtures("compiled_anew")  # plans tell what the compiler warns of
@@ -39,9 +39,9 @@ def audited(gather: str, gradients: bool) -> Audit:
     pipeline = pipeline_of(S, M, R, F, gather=gather)
     loss, arguments = loss_of(stack_of(pipeline)), arguments_of(pipeline, PER_STAGE)
     step = loss if gradients else lambda *arguments: stack_of(pipeline)(*arguments[:3])
-    with captured_compiler_warnings() as warnings:
+    with rematerializations() as warnings:
         program = jax.jit(step).lower(*arguments).compile()
-    assert warnings.rematerializations == []
+    assert warnings == []
     if gradients:
         assert_equals_plain(program(*arguments), S * R * PER_STAGE, 4 * M)
     return audit(program, pipeline.layout.mesh)

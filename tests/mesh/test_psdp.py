@@ -19,7 +19,7 @@ from gregale.cost import Audit, audit
 from gregale.methods.psdp import Psdp
 from gregale.optim import AdamWConfig, ConstantSchedule, MuonConfig, OptimizerConfig
 from tests.conventional import conventional_step
-from tests.cost.warnings import captured_compiler_warnings
+from tests.cost.warnings import rematerializations
 from tests.mesh.support import SMALL, executed, layout_of, placed, small_model, token_batch
 from tests.model import oracle
 
@@ -75,9 +75,9 @@ class Program(NamedTuple):
 
 
 def compiled(step, layout: Layout, *arguments, **options) -> Program:
-    with captured_compiler_warnings() as warnings:
+    with rematerializations() as warnings:
         program = jax.jit(step, **options).lower(*arguments).compile()
-    return Program(program, audit(program, layout.mesh), warnings.rematerializations)
+    return Program(program, audit(program, layout.mesh), warnings)
 
 
 class Trainer:

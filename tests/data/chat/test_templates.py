@@ -184,38 +184,11 @@ LINES = """
 {%- for m in messages %}{{ m.role | capitalize + ': ' + m.content + '\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ 'Assistant: ' }}{% endif %}"""
 FRAGMENTS = [
-    "{",
-    "}",
-    "[",
-    "]",
-    "/",
-    "|",
-    "<",
-    ">",
-    "a",
-    "x y",
-    ":",
-    "\n",
-    "👩‍👩‍👧",
-    "```",
-    "<b>",
-    "</b>",
-    '"',
-    "(http://x.y)",
-    "1",
+    *("{", "}", "[", "]", "/", "|", "<", ">", "a", "x y", ":", "\n", "👩‍👩‍👧", "```"),
+    *("<b>", "</b>", '"', "(http://x.y)", "1"),
 ]
 CONTENTS = [
-    "{x}.",
-    '{"a":1}',
-    "/usr/bin",
-    "|a|b|",
-    "[x](http://y)",
-    "a [b]",
-    "<b>x</b>",
-    "<br/>",
-    "<|im_end|>",
-    ".",
-    "🙂",
+    *("{x}.", '{"a":1}', "/usr/bin", "|a|b|", "[x](http://y)", "a [b]", "<b>x</b>", "<br/>", "<|im_end|>", ".", "🙂")
 ]
 CHOICES = np.random.default_rng(0)
 CONTENTS += ["x" + "".join(CHOICES.choice(FRAGMENTS, 5)).strip() for _ in range(15)]

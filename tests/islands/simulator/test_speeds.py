@@ -22,54 +22,38 @@ def alone(network: str, schedule: Schedule) -> Pace:
     return paces([seconds] * FAST, timing, schedule, STEPS * seconds)[0]
 
 
-def run(network: str, delay: int, fragments: int, slower: float, kind: type[Member] = Member) -> None:
-    """Run a fleet with an island that is slower by this factor, and check it."""
+def run(network: str, delay: int, fragments: int, slower: float, copy: float, kind: type[Member] = Member) -> None:
+    """Run a fleet, with an island that is slower by a factor or whose messages take so many steps to its host."""
     timing, seconds = NETWORKS[network]
     schedule = Schedule(6 * max(fragments, 2), fragments, delay, fragments)
-    found = paces([seconds] * FAST + [seconds * slower], timing, schedule, STEPS * seconds, kind)
-    check(found, alone(network, schedule), schedule)
+    steps, copy_seconds = [seconds] * FAST + [seconds * slower], copy * seconds
+    found = paces(steps, timing, schedule, STEPS * seconds, kind, copy_seconds=copy_seconds)
+    if copy:
+        check_copies(found, alone(network, schedule), schedule, copy_seconds)
+    else:
+        check(found, alone(network, schedule), schedule)
 
 
 CASES = [
-    ("lan", 1, 2, 4), ("lan", 1, 2, 8), ("lan", 1, 2, 20), ("lan", 2, 8, 1.4), ("lan", 0, 2, 20), ("wan", 1, 1, 50),
-    ("wan", 1, 2, 10), ("wan", 0, 3, 3), ("long", 1, 2, 1.4),
+    ("lan", 1, 2, 4, 0), ("lan", 1, 2, 8, 0), ("lan", 1, 2, 20, 0), ("lan", 2, 8, 1.4, 0), ("lan", 0, 2, 20, 0),
+    ("wan", 1, 1, 50, 0), ("wan", 1, 2, 10, 0), ("wan", 0, 3, 3, 0), ("long", 1, 2, 1.4, 0),
+    ("wan", 1, 2, 1, 3.3), ("lan", 1, 2, 1, 10), ("wan", 2, 4, 1, 30), ("lan", 0, 2, 1, 5),
 ]  # fmt: skip
 FACTORS = (1, 1.2, 1.4, 1.5, 1.6, *range(2, 16), 20, 25, 31, 40, 50)
+COPIES = (0.1, 0.5, 1, 1.5, 2, 3, 4, 6, 8, 12, 20, 50)
 
 
-@pytest.mark.parametrize(("network", "delay", "fragments", "slower"), CASES)
-def test_a_slow_island_contributes_and_brakes_nobody(network, delay, fragments, slower):
-    run(network, delay, fragments, slower)
-
-
-def run_copies(network: str, delay: int, fragments: int, steps: float, kind: type[Member] = Member) -> None:
-    """Run a fleet of equal steps with an island whose messages take so many steps to its host, and check it."""
-    timing, seconds = NETWORKS[network]
-    schedule = Schedule(6 * max(fragments, 2), fragments, delay, fragments)
-    found = paces([seconds] * (FAST + 1), timing, schedule, STEPS * seconds, kind, copy_seconds=steps * seconds)
-    check_copies(found, alone(network, schedule), schedule, steps * seconds)
-
-
-@pytest.mark.parametrize(
-    ("network", "delay", "fragments", "steps"),
-    [("wan", 1, 2, 3.3), ("lan", 1, 2, 10), ("wan", 2, 4, 30), ("lan", 0, 2, 5)],
-)
-def test_an_island_with_long_copies_contributes_and_brakes_nobody(network, delay, fragments, steps):
-    run_copies(network, delay, fragments, steps)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("network", NETWORKS)
-def test_no_island_with_long_copies_is_left_out_or_brakes_the_others(network):
-    for delay, fragments, steps in product((0, 1, 2), (1, 2, 3, 5, 8), (0.1, 0.5, 1, 1.5, 2, 3, 4, 6, 8, 12, 20, 50)):
-        run_copies(network, delay, fragments, steps)
+@pytest.mark.parametrize(("network", "delay", "fragments", "slower", "copy"), CASES)
+def test_a_slow_island_contributes_and_brakes_nobody(network, delay, fragments, slower, copy):
+    run(network, delay, fragments, slower, copy)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("network", NETWORKS)
 def test_no_slow_island_is_left_out_or_brakes_the_others(network):
-    for delay, fragments, slower in product((0, 1, 2), (1, 2, 3, 5, 8), FACTORS):
-        run(network, delay, fragments, slower)
+    kinds = [*((factor, 0) for factor in FACTORS), *((1, steps) for steps in COPIES)]
+    for delay, fragments, kind in product((0, 1, 2), (1, 2, 3, 5, 8), kinds):
+        run(network, delay, fragments, *kind)
 
 
 @pytest.mark.parametrize(
@@ -136,19 +120,15 @@ class AnswersNoEarlyMessage(Member):
 @pytest.mark.parametrize(
     ("kind", "case"),
     [
-        (NeverEarly, ("lan", 1, 2, 20)),
-        (WaitsForTheSlowest, ("lan", 1, 2, 8)),
-        (Forgets, ("wan", 1, 2, 10)),
-        (WaitsLonger, ("wan", 1, 1, 5)),
-        (AnswersNoEarlyMessage, ("wan", 1, 1, 50)),
+        (NeverEarly, ("lan", 1, 2, 20, 0)),
+        (NeverEarly, ("lan", 1, 2, 1, 10)),
+        (WaitsForTheSlowest, ("lan", 1, 2, 8, 0)),
+        (WaitsForItsCopy, ("wan", 1, 2, 1, 3.3)),
+        (Forgets, ("wan", 1, 2, 10, 0)),
+        (WaitsLonger, ("wan", 1, 1, 5, 0)),
+        (AnswersNoEarlyMessage, ("wan", 1, 1, 50, 0)),
     ],
 )
 def test_a_planted_mistake_is_found(kind, case):
     with pytest.raises(BrokenError):
         run(*case, kind=kind)
-
-
-@pytest.mark.parametrize(("kind", "case"), [(WaitsForItsCopy, ("wan", 1, 2, 3.3)), (NeverEarly, ("lan", 1, 2, 10))])
-def test_a_planted_mistake_in_copies_is_found(kind, case):
-    with pytest.raises(BrokenError):
-        run_copies(*case, kind)
