@@ -122,6 +122,9 @@ def test_a_message_goes_early_if_its_copy_takes_longer_than_the_others_wait(copy
         each.handover.step_seconds, each.handover.copy_seconds = 1.0, seconds
     for each, seconds in zip(rest, others, strict=True):
         each.handover.early = not seconds
+    for due in (0.0, 9.0):  # so that a knows when the next round is
+        a.handover.fall_due(due)
+    a.handover.next_round(used=True)
     begun(*members)
     assert (a.handover.early, a.handover.grace_seconds) == (early, grace)
 

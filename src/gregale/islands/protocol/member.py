@@ -42,6 +42,7 @@ from gregale.islands.protocol.trainer_side import Handover
 
 EQUAL_STEPS = 1.1  # times the shortest step: the steps of islands that count as equally fast
 GRACE_STEPS = 1.5  # of the fastest member: others between two of their steps hand their messages over in time
+SLOW_STEPS = 1.4  # of it: a member with longer steps is not waited for; less than the grace, which requests also take
 ABSENT_ROUNDS = 3  # without a member's contribution, after which that is reported
 MOST_LINGERS = 10  # times `linger_seconds`, for which a complete island hands its state over
 MAX_DOUBLINGS = 3  # of the pause of a member whose reduces fail: at most 8 times `turnover_seconds`
@@ -699,13 +700,14 @@ class Member:
 
     def _is_slow(self) -> bool:
         """Return whether this member's steps, or copies of its messages, are too long for the others to wait."""
-        step, copy, grace = self.handover.step_seconds, self.handover.copy_seconds, GRACE_STEPS * self._fastest
+        step, copy, usual = self.handover.step_seconds, self.handover.copy_seconds, SLOW_STEPS * self._fastest
         # Where rounds follow one another in few steps, even a short wait makes them fewer.
-        most = max(EQUAL_STEPS * self._fastest, min(grace, self.handover.interval_seconds / 2))
+        most = max(EQUAL_STEPS * self._fastest, min(usual, self.handover.interval_seconds / 2))
         # A message waits on the device for a step that is queued, of which an island that is slow has none.
         copied = copy if self.handover.early else copy - step
-        is_slow = most < step or (self._copying > 0 and grace + 2 * self._copying < step + copied)
-        return self._fastest > 0 and not self.rules.lockstep and is_slow
+        is_slow = most < step or (self._copying > 0 and usual + 2 * self._copying < step + copied)
+        knows = self._fastest > 0 and self.handover.interval_seconds < math.inf  # otherwise nothing tells what is early
+        return knows and not self.rules.lockstep and is_slow
 
     def _needed(self) -> int:
         """Return the smallest number of members of a view that is of use to this member."""
