@@ -4,6 +4,7 @@ Nothing here connects to such a host, because its address has no port; `benchmar
 """
 
 import math
+import socket
 import ssl
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -128,6 +129,17 @@ def test_a_host_that_has_gone_and_a_full_relay_are_unreachable(sites, make_serve
     joiner.paths.update(joiner.address, [], relay.address)
     with pytest.raises(PeerUnreachable, match="relays no more"):
         ask_status(hosts[2].address, TOKEN, SECONDS, joiner.paths.dial)
+
+
+def test_a_parked_connection_whose_host_has_gone_is_passed_over():
+    """Its server notices that only by the use."""
+    parking, call = outwards.Parking(), outwards.Call(False, print)
+    (gone, other), (here, _peer) = socket.socketpair(), socket.socketpair()
+    other.close()
+    slots = [outwards._Slot(each) for each in (gone, here)]
+    parking._slots["oslo"].extend(slots)
+    assert parking.take("oslo", call, SECONDS)
+    assert [slot.call for slot in slots] == [None, call]
 
 
 def test_the_coordinator_finds_the_hosts_that_it_does_not_reach(make_server):
