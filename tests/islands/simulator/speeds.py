@@ -101,10 +101,8 @@ def check_others(found: Sequence[Pace], alone: Pace, schedule: Schedule, wait_st
 
 
 def check_copies(found: Sequence[Pace], alone: Pace, schedule: Schedule, copy_seconds: float) -> None:
-    """Raise `BrokenError` if the last island, whose copies take longer, brakes the others, is left out, or heals.
-
-    It contributes within the time of two copies and of the rounds of two periods.
-    """
+    """Raise `BrokenError` if the last island, whose copies take longer, brakes the others, heals, or contributes to no
+    round within two copies and two periods."""
     check_others(found, alone, schedule, GRACE_STEPS + 0.5)  # and a copy of the others, and a request
     period = schedule.fragments * (alone.rounds[-1][0] - alone.rounds[0][0]) / (len(alone.rounds) - 1)
     times = [found[-1].rounds[0][0], *(at for at, weight in found[-1].rounds if weight), found[-1].rounds[-1][0]]

@@ -132,7 +132,6 @@ def test_a_host_that_has_gone_and_a_full_relay_are_unreachable(sites, make_serve
 
 
 def test_a_parked_connection_whose_host_has_gone_is_passed_over():
-    """Its server notices that only by the use."""
     parking, call = outwards.Parking(), outwards.Call(False, print)
     (gone, other), (here, _peer) = socket.socketpair(), socket.socketpair()
     other.close()
