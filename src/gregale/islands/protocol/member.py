@@ -626,7 +626,7 @@ class Member:
             holder=self.holder,
             used=self._used,
             step_seconds=self.handover.step_seconds,
-            copy_seconds=0.0 if self.handover.early else round(self.handover.copy_seconds, 3),
+            copy_seconds=self._published_copy(),
             link=self._link,
             recorded=self._recorded,
             electors=self._electors if is_strict else (),
@@ -693,7 +693,11 @@ class Member:
             grace = min(GRACE_STEPS * self._fastest, timing.max_grace_seconds)
         elif grace is None:  # the first round: the others' steps are not known yet, and they wait no longer
             grace = min(GRACE_STEPS * step, timing.join_seconds)
-        return grace + 2 * min(copy, self._copying or copy)
+        return grace + 2 * min(copy, self._copying)
+
+    def _published_copy(self) -> float:
+        copy, early = self.handover.copy_seconds, self.handover.early
+        return max(round(copy, 3), 0.001) if copy and not early else 0.0
 
     def _learn_pace(self) -> None:
         self.handover.grace_seconds, self.handover.early = self._grace(), self._is_slow()
