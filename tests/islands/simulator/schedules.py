@@ -360,7 +360,7 @@ def longest_wait(world: World) -> float:
     steps = max(world.speeds) * (
         1 + max(world.pace.interval(number) for number in range(world.pace.schedule.fragments))
     )
-    steps += max(world.copy_seconds.values(), default=0.0)
+    steps += 2 * max(world.copy_seconds.values(), default=0.0)  # one may be on its way for a state that is gone
     waits = timing.heartbeat_seconds + 2 * timing.ask_seconds + 2 * timing.turnover_seconds
     return waits + tries * (timing.reduce_seconds + 2 * ask) + 2 * (steps + ask)
 
