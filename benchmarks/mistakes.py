@@ -20,6 +20,7 @@ from typing import NamedTuple
 import yaml
 
 ROOT = Path(__file__).parents[1]
+SOURCES = Path("src/gregale")
 FOLDERS = ("src", "tests", "benchmarks", "config", "docs", "infra")
 FOUND = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 KINDS = {"quick": "not slow and not soak", "whole": "slow and not soak"}
@@ -36,7 +37,7 @@ TESTS = {
     "adapters": "model mesh/test_adapters.py programs/test_adapters.py",
     "dpo": "objectives programs/test_preferences.py",
     "stages": "data programs/test_stages.py programs/test_train.py",
-    "islands": "islands methods/test_island.py process/test_islands.py",
+    "islands": "islands methods/test_island.py programs/island process/test_islands.py",
     "costs": "cost programs/test_plan.py programs/test_plan_search.py programs/test_plan_reported.py "
     "programs/test_model_flops.py programs/test_memory.py programs/test_plan_diloco.py programs/test_plan_topology.py "
     "mesh/test_tpu_step.py programs/test_plugins.py",
@@ -69,10 +70,8 @@ def found_by(tests: list[str], marks: str, folder: Path) -> str | None:
 
 def tried(mistake: Mistake, folder: Path) -> tuple[str, str, float]:
     """Return the kind of tests that find a mistake, the first one, and the seconds; the kind is empty if none does."""
-    path, began = folder / "src/gregale" / mistake.file, time.monotonic()
+    path, began = folder / SOURCES / mistake.file, time.monotonic()
     text = path.read_text(encoding="utf-8")
-    if text.count(mistake.right) != 1:
-        sys.exit(f"{mistake.file} has not once what is to be wrong: {mistake.what}")
     path.write_text(text.replace(mistake.right, mistake.wrong), encoding="utf-8")
     try:
         tests = [f"tests/{each}" for each in TESTS[mistake.area].split()]
@@ -88,15 +87,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=TESTS, default=list(TESTS), help="areas")
     options = parser.parse_args()
-    kinds = []
+    read, kinds = yaml.safe_load(MISTAKES.read_text(encoding="utf-8")), []
+    chosen = [Mistake(area, **each) for area in options.only for each in read[area]]
+    for mistake in chosen:
+        if (ROOT / SOURCES / mistake.file).read_text(encoding="utf-8").count(mistake.right) != 1:
+            sys.exit(f"{mistake.file} has not once what is to be wrong: {mistake.what}")
     print("| area | mistake | found by | seconds | first test |\n|---|---|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory() as name:
         for each in FOLDERS:
             shutil.copytree(ROOT / each, Path(name) / each, ignore=shutil.ignore_patterns("__pycache__"))
         for each in ("pyproject.toml", "constraints.txt", "README.md", "Makefile"):
             shutil.copy(ROOT / each, name)
-        chosen = yaml.safe_load(MISTAKES.read_text(encoding="utf-8"))
-        for mistake in (Mistake(area, **each) for area in options.only for each in chosen[area]):
+        for mistake in chosen:
             kind, test, seconds = tried(mistake, Path(name))
             kinds.append(kind)
             print(f"| {mistake.area} | {mistake.what} | {kind or '**none**'} | {seconds:.0f} | {test} |", flush=True)

@@ -166,7 +166,8 @@ class Controller:
         self.asked.append(self._steps)
         return True
 
-    def message_sent(self, *_: object) -> None: ...
+    def message_sent(self, number: int, down: Callable[[], Any], used: int) -> None:
+        self.sent = number, down, used
 
     def used(self, batches: int) -> int:
         return batches
@@ -196,14 +197,9 @@ def island_steps() -> Callable[[list[int]], tuple[IslandSteps, Controller]]:
         axes = Axis("batch", 4), Axis("position", 4)
         setup: Any = SimpleNamespace(method=island, batch_axes=axes, layout=island.layout)
         stage = {"stage_at": lambda round: int(round >= 5), "stage": 0, "firsts": ()}
-        resources: Any = SimpleNamespace(
-            step=take,
-            outer=member.host,
-            controller=controller,
-            seen=[0.0],
-            bases={0: member.host.now().part(0)},
-            **stage,
-        )
+        bases = {0: member.host.now().part(0)}
+        given = {"step": take, "outer": member.host, "controller": controller, "seen": [0.0], "bases": bases}
+        resources: Any = SimpleNamespace(**given, **stage)
         nothing: Any = None
         observers = Observers(Callbacks([]), nothing, controller.progress)
         return IslandSteps(setup, resources, nothing, Start(member.state, 0, 0, 0), nothing, observers), controller
@@ -239,6 +235,15 @@ def test_an_island_that_hands_messages_over_early_waits_for_each_step(island_ste
     steps.take({})
     steps.take({})
     assert controller.asked == [2], "the report of the newest step was read"
+
+
+def test_a_message_weighs_less_for_each_round_that_passed_without_its_steps(island_steps):
+    steps, controller = island_steps([0])
+    steps.take({})
+    controller.orders = [ApplyRound(0, 0.0), ApplyRound(1, 0.0), SendMessage(2)]
+    steps.between()
+    number, down, _ = controller.sent
+    assert (number, down().weight) == (2, pytest.approx(8 / 3))
 
 
 def test_a_state_that_is_replaced_loses_its_reports_and_its_tokens_once(island_steps):
