@@ -325,14 +325,8 @@ SPECIAL = [
     *("<|end|>", "<|start|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>", "<|turn>", "<turn|>"),
     *("<|tool_response>", "<tool_response|>", "<|assistant|>", "<|user|>", "<|system|>", "<|observation|>"),
 ]
-ADDED = [
-    "<think>",
-    "</think>",
-    "<tool_call>",
-    "</tool_call>",
-    "<|tool_call>",
-    "<tool_call|>",
-]  # tokens that are not special
+# Tokens that are not special.
+ADDED = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<|tool_call>", "<tool_call|>"]
 
 
 def turns(*contents: str, **more) -> list[dict]:
