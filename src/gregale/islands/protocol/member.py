@@ -354,7 +354,8 @@ class Member:
             self._vain_heals, self._hold_time_before = 0, 0.0
             self._needs_view = not (isinstance(plan, Wait) and plan.idle)
             if self.is_complete:
-                self._serve(any(header.healing for header in view.headers))
+                # One that is behind begins to fetch the state with this view.
+                self._serve(any(each.healing or each.identity not in decision.current for each in view.headers))
             if self.rules.majority:
                 self._electors, self._voter = decision.electors, self._me in decision.electors
                 if not self._voter and decision.headers.keys() >= set(self._electors):
