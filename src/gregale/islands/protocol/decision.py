@@ -50,9 +50,9 @@ reduces and the new generations without a result, and each has the stamp of its 
 
 Half of the voters or fewer begin a new generation only if the processes of all others are dead and fewer islands than
 `minimum` are missing, for then no others continue. Islands that do not know the voters go on only if all islands of the
-ledger are here, or all come from checkpoints. All this also holds if no voter is left, or if a result is lost with its
-last holder. Only these cases, where half of the voters or more have lost their memory, can lose a round
-(`NewGeneration.waited`)."""
+ledger are here, or more than half of them and all come from checkpoints. All this also holds if no voter is left, or
+if a result is lost with its last holder. Only these cases, where half of the voters or more have lost their memory, can
+lose a round (`NewGeneration.waited`)."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -420,7 +420,10 @@ def _survivors(view: View, headers: list[Header], current: list[Header], rules: 
     if voters:
         is_alone = electors <= dead
     else:  # nobody here knows them: each has a lease, so that they are here, or their processes have ended
-        is_alone = not others or all(header.from_checkpoint for header in current)
+        # A name that is here again has no other process, so that most of them here leave no majority elsewhere.
+        is_restart = all(header.from_checkpoint for header in current)
+        known = {name for header in current for name in header.known}
+        is_alone = not others or (is_restart and 2 * len(known & names) > len(known))
         is_alone = is_alone and any(header.wait_expired for header in current)
     holders = [each for each in current if best is None or _has_data(each, best)]
     if not holders:  # it is lost with the dead
