@@ -208,6 +208,14 @@ def test_a_view_that_lacks_voters_is_requested_once_more(header):
     formed(header("a", retried=False), header("b"), header("c"))
 
 
+@pytest.mark.parametrize(("here", "goes_on"), [("ade", False), ("abd", True), ("abc", True)])
+def test_who_does_not_know_the_voters_goes_on_only_with_most_of_the_ledgers_islands(header, here, goes_on):
+    """The others may live, and be enough to go on by themselves with new islands."""
+    given = {"from_checkpoint": True, "voter": False, "voters": 3, "wait_expired": True, "known": ("a", "b", "c")}
+    plan = meaning(*(header(name, **given) for name in here), minimum=3, start=3, majority=True).plan
+    assert isinstance(plan, NewGeneration) == goes_on
+
+
 def test_a_fleet_restored_from_checkpoints_waits_for_as_many_members_as_a_new_one(header):
     """The first to come may have an older state than those that are still starting."""
     alone = header("a", from_checkpoint=True, voter=False, wait_expired=True)
