@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.decision import SPLIT_AFTER
-from gregale.islands.protocol.member import MOST_LINGERS, Member
+from gregale.islands.protocol.member import HEAL_MARGIN, MOST_LINGERS, Member
 from gregale.islands.protocol.messages import NO_ROUND, Timing
 from tests.islands.simulator.coordinator import POLL_SECONDS, Coordinator
 from tests.islands.simulator.invariants import BrokenError
@@ -350,6 +350,7 @@ def longest_wait(world: World) -> float:
 
     - `heartbeat + 2 ask`: the coordinator finds who is missing; a request whose answer is lost is given up;
     - `2 turnover`: for islands that are missing and may live, and for one that heals more slowly than rounds are made;
+      for this one also HEAL_MARGIN times what its last heal took;
     - a failed reduce, and the asks around it, for each try until those that do not reach each other are apart: PARTING
       tries. Where nobody can tell who does not answer, as many tries as islands for each number that is left out;
     - the time in which all islands hand over a message that has something in it.
@@ -362,6 +363,7 @@ def longest_wait(world: World) -> float:
     )
     steps += 2 * max(world.copy_seconds.values(), default=0.0)  # one may be on its way for a state that is gone
     waits = timing.heartbeat_seconds + 2 * timing.ask_seconds + 2 * timing.turnover_seconds
+    waits += HEAL_MARGIN * world.heal_seconds
     return waits + tries * (timing.reduce_seconds + 2 * ask) + 2 * (steps + ask)
 
 

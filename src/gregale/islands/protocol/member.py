@@ -45,6 +45,7 @@ GRACE_STEPS = 1.5  # of the fastest member: others between two of their steps ha
 SLOW_STEPS = 1.4  # of it: a member with longer steps is not waited for; less than the grace, which requests also take
 ABSENT_ROUNDS = 3  # without a member's contribution, after which that is reported
 MOST_LINGERS = 10  # times `linger_seconds`, for which a complete island hands its state over
+HEAL_MARGIN = 1.5  # of the time that a heal took: rounds wait at most so much longer for the next one
 MAX_DOUBLINGS = 3  # of the pause of a member whose reduces fail: at most 8 times `turnover_seconds`
 
 
@@ -116,6 +117,7 @@ class Member:
         self._vain_heals, self._healing_since = 0, 0.0  # consecutive heals after which it was behind again
         self._times_excluded, self._paused_until = 0, 0.0  # consecutive rounds that the others made without this member
         self._hold_time_before = 0.0  # seconds for which rounds waited for earlier heals
+        self._longest_vain_heal = 0.0
         self._used = used
         self._leave_by: float | None = None
         self._complete_at: float | None = None  # when it became complete
@@ -316,6 +318,7 @@ class Member:
         self._electors = wanted.electors if is_wanted else ()
         self._voter, self._seen, self._from_checkpoint = False, 0, wanted.from_checkpoint
         self.holder, self._heal_failed, self._vain_heals = self.identity.session, "", self._vain_heals + 1
+        self._longest_vain_heal = max(self._longest_vain_heal, self._now - self._healing_since)
         self._do(m.Install(outer, keeps))
         self._needs_view, self._waiting_for, self._retry_at = True, False, self._now  # the requested header is outdated
 
@@ -351,7 +354,7 @@ class Member:
         self._fastest, self._copying = decision.fastest, decision.copying
         self._learn_pace()
         if self._me in decision.current:
-            self._vain_heals, self._hold_time_before = 0, 0.0
+            self._vain_heals, self._hold_time_before, self._longest_vain_heal = 0, 0.0, 0.0
             self._needs_view = not (isinstance(plan, Wait) and plan.idle)
             if self.is_complete:
                 # One that is behind begins to fetch the state with this view.
@@ -740,11 +743,12 @@ class Member:
         return dead or self._now - self._waiting_since >= self.timing.turnover_seconds
 
     def _holds_rounds(self) -> bool:
-        """Return whether rounds must wait for this healing, for a limited total time.
+        """Return whether rounds must wait for this healing, for a limited total time: long enough for one more heal.
 
         After 1, 2, 4, ... vain heals, and in closing rounds.
         """
-        return self._healing and self._is_hold_due() and self._hold_time() < self.timing.turnover_seconds
+        limit = self.timing.turnover_seconds + HEAL_MARGIN * self._longest_vain_heal
+        return self._healing and self._is_hold_due() and self._hold_time() < limit
 
     def _is_hold_due(self) -> bool:
         is_closing = self._healing and self._wanted is not None and self._wanted.round >= self.rules.closing
