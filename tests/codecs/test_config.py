@@ -46,7 +46,15 @@ def test_refused(make, message):
 
 
 def test_bytes_per_parameter():
-    expected = {"none": 4, "bfloat16": 2, "int8": 1.03125, "int4": 0.53125, "int2": 0.28125, "e3m0": 0.53125}
+    expected = {
+        "none": 4,
+        "bfloat16": 2,
+        "int8": 1.03125,
+        "int4": 0.53125,
+        "int2": 0.28125,
+        "e3m0": 0.53125,
+        "topk": 112 / 4096,
+    }
     assert {codec: wire_format(codec).bytes_per_parameter for codec in CODECS} == expected
     for codec in CODECS:
         assert ReduceConfig(codec=codec, block=32).first_codec().format == wire_format(codec, 32)

@@ -1,7 +1,7 @@
 """Codecs written from the section "Wire format" of docs/quantised.md alone: plain Python, one value after the other."""
 
 import struct
-from math import copysign, isfinite, nan, sqrt
+from math import copysign, inf, isfinite, nan, sqrt
 
 import numpy as np
 
@@ -34,7 +34,48 @@ def encode(codec: str, values: list[float], block: int = 64) -> bytes:
         return b"".join(struct.pack("<f", value) for value in values)
     if codec == "bfloat16":
         return b"".join(struct.pack("<H", bfloat16_bits(value)) for value in values)
+    if codec == "topk":
+        return b"".join(topk_message(part, block) for part in blocks_of(values, block))
     return b"".join(encode_block(codec, part) for part in padded_blocks(values, block))
+
+
+def blocks_of(values: list, block: int) -> list[list]:
+    return [values[start : start + block] for start in range(0, len(values), block)]
+
+
+def kept_of(size: int, block: int) -> int:
+    """Of a block of 64, one value; of others in proportion, and one more for a rest."""
+    return -(-(-(-block // 64)) * size // block)
+
+
+def parts_of(kept: int) -> list[range]:
+    count = min(kept, 4)
+    return [range(part * kept // count, (part + 1) * kept // count) for part in range(count)]
+
+
+def topk_message(values: list[float], block: int) -> bytes:
+    is_bad, kept = not all(map(isfinite, values)), kept_of(len(values), block)
+    numbers = [value if isfinite(value) and abs(value) >= 2.0**-126 else 0.0 for value in values]
+    sizes = [abs(number) if isfinite(value) else inf for number, value in zip(numbers, values, strict=True)]
+    places = sorted(range(len(values)), key=lambda place: (-sizes[place], place))[:kept]
+    found = np.float32([abs(numbers[place]) for place in places])
+    magnitudes = [nan if is_bad else float(np.mean(found[list(part)])) for part in parts_of(kept)]
+    signs = [numbers[place] < 0 for place in places]
+    packed = sum(place << 12 * index for index, place in enumerate(places)).to_bytes(3 * -(-kept // 2), "little")
+    packed += sum(sign << index for index, sign in enumerate(signs)).to_bytes(-(-kept // 8), "little")
+    return packed + b"".join(struct.pack("<H", bfloat16_bits(magnitude)) for magnitude in magnitudes)
+
+
+def topk_values(message: bytes, size: int, block: int) -> list[float]:
+    kept, found = kept_of(size, block), [0.0] * size
+    cut = 3 * -(-kept // 2)
+    places = [int.from_bytes(message[:cut], "little") >> 12 * index & 0xFFF for index in range(kept)]
+    signs = [int.from_bytes(message[cut : cut + -(-kept // 8)], "little") >> index & 1 for index in range(kept)]
+    magnitudes = struct.unpack(f"<{min(kept, 4)}H", message[cut + -(-kept // 8) :])
+    for part, magnitude in zip(parts_of(kept), magnitudes, strict=True):
+        for index in part:
+            found[places[index]] = bfloat16_value(magnitude) * (-1 if signs[index] else 1)
+    return found
 
 
 def padded_blocks(values: list[float], block: int) -> list[list[float]]:
@@ -84,6 +125,11 @@ def decode(codec: str, message: bytes, size: int, block: int = 64) -> list[float
         return [struct.unpack_from("<f", message, 4 * i)[0] for i in range(size)]
     if codec == "bfloat16":
         return [bfloat16_value(struct.unpack_from("<H", message, 2 * i)[0]) for i in range(size)]
+    if codec == "topk":
+        sizes = [min(block, size - start) for start in range(0, size, block)]
+        length = len(topk_message([0.0] * block, block))
+        parts = [message[start : start + length] for start in range(0, len(message), length)]
+        return [value for part, n in zip(parts, sizes, strict=True) for value in topk_values(part, n, block)]
     length = block * BITS[codec] // 8 + 2
     parts = [message[start : start + length] for start in range(0, len(message), length)]
     return [value for part in parts for value in decode_block(codec, part)][:size]

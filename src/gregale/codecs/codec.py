@@ -1,4 +1,4 @@
-"""Codecs: blocks of values in few bits with a scale each, their formats, configuration and error feedback."""
+"""Codecs: blocks of values in few bits with a scale each, or their largest values; configuration and error feedback."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -17,7 +17,9 @@ DEFAULT_BLOCK = 64
 SCALE_BITS = 16  # a block's scale is one bfloat16
 FLOAT_BITS = {"none": 32, "bfloat16": 16}
 BLOCK_BITS = {"int8": 8, "int4": 4, "int2": 2, "e3m0": 4}
-CODECS = (*FLOAT_BITS, *BLOCK_BITS)
+CODECS = (*FLOAT_BITS, *BLOCK_BITS, "topk")
+LARGEST_TOPK_BLOCK = 4096  # a place in a block takes 12 bits
+MAGNITUDES = 4  # of the values of a block that `topk` sends
 
 
 @dataclass(frozen=True)
@@ -49,11 +51,41 @@ class WireFormat:
         return blocks * (self.block * self.bits + self.scale_bits) // 8
 
 
-def wire_format(codec: str, block: int = DEFAULT_BLOCK) -> WireFormat:
-    """Return the format of a codec of `CODECS`; a codec without scales has no blocks."""
+@dataclass(frozen=True)
+class SparseFormat(WireFormat):
+    """The `keep` largest of `block` values: 13 bits each, and up to four magnitudes of `scale_bits`."""
+
+    keep: int = LARGEST_TOPK_BLOCK // 64
+
+    @property
+    def bytes_per_parameter(self) -> float:
+        return self.message_bytes(self.block) / self.block
+
+    def message_bytes(self, size: int) -> int:
+        """Return the bytes of the message of `size` values; an incomplete last block has its share of `keep`."""
+        blocks, rest = divmod(size, self.block)
+        return blocks * self._block_bytes(self.block) + (self._block_bytes(rest) if rest else 0)
+
+    def kept(self, size: int) -> int:
+        """Return how many values of a block of `size` are sent: ceil(keep * size / block)."""
+        return -(-self.keep * size // self.block)
+
+    def _block_bytes(self, size: int) -> int:
+        kept = self.kept(size)
+        return 3 * -(-kept // 2) + -(-kept // 8) + min(kept, MAGNITUDES) * self.scale_bits // 8
+
+
+def wire_format(codec: str, block: int | None = None, keep: int | None = None) -> WireFormat:
+    """Return the format of a codec of `CODECS`; a codec without scales has no blocks.
+
+    - `block`, `keep`: as in `ReduceConfig`; None: the default
+    """
     if codec in FLOAT_BITS:
         return WireFormat(FLOAT_BITS[codec])
-    return WireFormat(BLOCK_BITS[codec], block, SCALE_BITS)
+    if codec == "topk":
+        block = block or LARGEST_TOPK_BLOCK
+        return SparseFormat(1, block, SCALE_BITS, keep or -(-block // 64))
+    return WireFormat(BLOCK_BITS[codec], block or DEFAULT_BLOCK, SCALE_BITS)
 
 
 class Codec(ABC):
@@ -77,6 +109,14 @@ class Codec(ABC):
 
     def message_bytes(self, size: int) -> int:
         return self.format.message_bytes(size)
+
+    def next_error(self, error: jax.Array, lost: jax.Array, beta: float) -> jax.Array:
+        """Return the error that is added to the next values: `beta * error + (1 - beta) * lost` (LoCo, 2407.04480).
+
+        - `error`: that was added to these
+        - `lost`: these with the error, less what was sent
+        """
+        return beta * error + (1 - beta) * lost
 
 
 @dataclass(frozen=True)
@@ -294,10 +334,103 @@ class RotatedCodec(Codec):
         return jnp.matmul(blocks, rotation, precision=jax.lax.Precision.HIGHEST).reshape(values.shape)
 
 
+@dataclass(frozen=True)
+class TopKCodec(Codec):
+    """`topk`: the largest values of each block by magnitude; the others decode to zero (SparseLoCo, 2508.15706).
+
+    The values are sent in the order of their magnitude, and in four parts of (almost) equal length with one magnitude
+    each, the mean of the part. So the order tells a value's magnitude, and a value takes 12 bits for its place in the
+    block and one for its sign. In a block with a value that is not finite all that are sent decode to NaN, such values
+    first. What is not sent waits in the error:
+
+        h = x + e        message = encode(h)        e = beta (h - decode(message))
+    """
+
+    sparse: SparseFormat
+
+    @property
+    def format(self) -> SparseFormat:
+        return self.sparse
+
+    def encode(self, values: jax.Array) -> jax.Array:
+        return jnp.concatenate([self._encode(blocks) for blocks in self._blocks(values)], axis=-1)
+
+    def decode(self, message: jax.Array, size: int) -> jax.Array:
+        full, rest = divmod(size, self.format.block)
+        cut = self.format.message_bytes(size - rest)
+        parts = [(message[..., :cut], full, self.format.block), (message[..., cut:], 1, rest)]
+        return jnp.concatenate([self._decode(*part) for part in parts if part[1] and part[2]], axis=-1)
+
+    def next_error(self, error: jax.Array, lost: jax.Array, beta: float) -> jax.Array:
+        return beta * lost
+
+    def _blocks(self, values: jax.Array) -> list[jax.Array]:
+        """Cut [..., n] into its full blocks [..., blocks, block] and the last, shorter one [..., 1, rest]."""
+        *rows, size = values.shape
+        rest = size % self.format.block
+        full, last = values[..., : size - rest], values[..., size - rest :]
+        parts = [full.reshape(*rows, -1, self.format.block), last.reshape(*rows, 1, rest)]
+        return [part.astype(jnp.float32) for part in parts if part.size]
+
+    def _encode(self, blocks: jax.Array) -> jax.Array:
+        """Encode [..., blocks, size] to uint8 [..., blocks * bytes]."""
+        kept, finite = self.format.kept(blocks.shape[-1]), jnp.isfinite(blocks)
+        values = jnp.where(finite & (jnp.abs(blocks) >= SMALLEST_SCALE), blocks, 0)
+        _, places = jax.lax.top_k(jnp.where(finite, jnp.abs(values), jnp.inf), kept)  # of equal ones the first
+        values = jnp.take_along_axis(values, places, axis=-1)
+        parts = [jnp.mean(jnp.abs(values[..., start:end]), axis=-1) for start, end in _parts(kept)]
+        all_finite = jnp.all(finite, axis=-1, keepdims=True)
+        magnitudes = jnp.where(all_finite, jnp.stack(parts, axis=-1), jnp.nan).astype(jnp.bfloat16)
+        octets = jax.lax.bitcast_convert_type(magnitudes, jnp.uint8).reshape(*places.shape[:-1], -1)
+        message = jnp.concatenate([_in_bytes(places, 12), _in_bytes(values < 0, 1), octets], axis=-1)
+        return message.reshape(*blocks.shape[:-2], -1)
+
+    def _decode(self, message: jax.Array, blocks: int, size: int) -> jax.Array:
+        """Decode uint8 [..., blocks * bytes] to float32 [..., blocks * size]."""
+        *rows, _ = message.shape
+        kept = self.format.kept(size)
+        message = message.reshape(*rows, blocks, -1)
+        ends = 3 * -(-kept // 2), 3 * -(-kept // 2) + -(-kept // 8)
+        places, signs, octets = jnp.split(message, ends, axis=-1)
+        magnitudes = jax.lax.bitcast_convert_type(octets.reshape(*octets.shape[:-1], -1, 2), jnp.bfloat16)
+        lengths = np.diff(_parts(kept)).ravel()
+        sizes = jnp.repeat(magnitudes.astype(jnp.float32), lengths, axis=-1, total_repeat_length=kept)
+        values = jnp.where(_from_bytes(signs, 1, kept) == 1, -sizes, sizes)
+        found = jnp.zeros((*rows, blocks, size))
+        found = jnp.put_along_axis(found, _from_bytes(places, 12, kept), values, axis=-1, inplace=False)
+        return found.reshape(*rows, -1)
+
+
+def _parts(kept: int) -> list[tuple[int, int]]:
+    """Return the first and the end of each of the parts of values that have one magnitude."""
+    count = min(kept, MAGNITUDES)
+    return [(part * kept // count, (part + 1) * kept // count) for part in range(count)]
+
+
+def _in_bytes(numbers: jax.Array, bits: int) -> jax.Array:
+    """Pack integers [..., n] of `bits` bits into bytes [..., ceil(n * bits / 8)]; the lowest bit of each first.
+
+    With 12 bits the last of an odd number of integers takes two bytes.
+    """
+    shifts = jnp.arange(bits)
+    flat = ((numbers.astype(jnp.int32)[..., None] >> shifts) & 1).reshape(*numbers.shape[:-1], -1)
+    unit = 24 if bits == 12 else 8
+    flat = jnp.pad(flat, [(0, 0)] * (flat.ndim - 1) + [(0, -flat.shape[-1] % unit)])
+    eight = flat.reshape(*flat.shape[:-1], -1, 8)
+    return jnp.sum(eight << jnp.arange(8), axis=-1).astype(jnp.uint8)
+
+
+def _from_bytes(octets: jax.Array, bits: int, count: int) -> jax.Array:
+    """Invert `_in_bytes`: return int32 [..., count]."""
+    flat = ((octets.astype(jnp.int32)[..., None] >> jnp.arange(8)) & 1).reshape(*octets.shape[:-1], -1)
+    numbers = flat[..., : count * bits].reshape(*octets.shape[:-1], count, bits)
+    return jnp.sum(numbers << jnp.arange(bits), axis=-1)
+
+
 # The choices of each phase: names, and for a codec of one's own the function that makes it.
 Make = Callable[[int], Codec]
 FIRST_LEGS: dict[str, Make | None] = dict.fromkeys(CODECS)
-SECOND_LEGS: dict[str, Make | None] = dict.fromkeys(("none", "bfloat16", "int8", "int4"))
+SECOND_LEGS: dict[str, Make | None] = dict.fromkeys(("none", "bfloat16", "int8", "int4", "topk"))
 
 
 def register_codec(name: str, make: Make) -> None:
@@ -314,12 +447,9 @@ def register_codec(name: str, make: Make) -> None:
 
 @dataclass(frozen=True)
 class FeedbackConfig(Settings):
-    """Error feedback (LoCo, 2407.04480): the quantisation error is kept and added to the next message.
+    """Error feedback: what a message lacks is kept and added to the next one (`Codec.next_error`)."""
 
-    The kept error is `beta * old + (1 - beta) * new`.
-    """
-
-    beta: float = setting(0.8, "decay of the kept error; 0: the last step's", range=DECAY)
+    beta: float | None = setting(None, "decay of the kept error; null: 0.8, of topk 0.95", range=DECAY)
     reset_every: int | None = setting(None, "steps after which it is zeroed; null: never", range=whole(1))
 
 
@@ -330,75 +460,119 @@ class ReduceConfig(Settings):
     codec: str = setting(
         "none", "codec of the first phase", choices=FIRST_LEGS, aliases=("compression", "quantization")
     )
-    block: int = setting(
-        DEFAULT_BLOCK, "values that share a scale", range=whole(1), aliases=("block_size", "group_size")
+    block: int | None = setting(
+        None,
+        "values that share a scale, or of which topk sends the largest; null: 64, of topk 4096",
+        range=whole(1),
+        aliases=("block_size", "group_size"),
     )
+    keep: int | None = setting(None, "of a block, the values that topk sends; null: one of 64", range=whole(1))
     feedback: FeedbackConfig | None = setting(
         FeedbackConfig(), "error feedback; null: none", aliases=("error_feedback",)
     )
-    gather_codec: str = setting("none", "codec of the second phase", choices=SECOND_LEGS)
+    gather_codec: str | None = setting(
+        None, "codec of the second phase; null: topk if the first has it, else none", choices=SECOND_LEGS
+    )
     hadamard: bool = setting(False, "rotate blocks before quantisation")
     measure: bool = setting(False, "at evaluations, measure what quantising loses")
 
     def __post_init__(self):
         super().__post_init__()
-        for name in (self.codec, self.gather_codec):
+        for name in self.names:
             self._check_block(name)
+        if self.keep is not None and "topk" not in self.names:
+            raise UserError(f"reduce.keep is {self.keep}, and only topk keeps a part of a block. Set it to null.")
         if self.measure and self.codec == "none":
             raise UserError(
                 "reduce.measure is true, but reduce.codec is 'none': the first phase loses nothing. Choose a codec: "
                 f"{', '.join(list(FIRST_LEGS)[1:])}."
             )
-        if self.hadamard and not {self.codec, self.gather_codec} & set(BLOCK_BITS):
+        if self.hadamard and not set(self.names) & set(BLOCK_BITS):
             raise UserError(
-                f"reduce.hadamard is true, but codec {self.codec} and gather_codec {self.gather_codec} have no blocks "
+                f"reduce.hadamard is true, but codec {self.codec} and gather_codec {self.second} have no blocks "
                 f"to rotate; codecs with blocks: {', '.join(BLOCK_BITS)}."
             )
-        if self.hadamard and self.block.bit_count() != 1:
-            below = 2 ** (self.block.bit_length() - 1)
+        if self.hadamard and self.block_size.bit_count() != 1:
+            below = 2 ** (self.block_size.bit_length() - 1)
             raise UserError(
-                f"reduce.block is {self.block}, and reduce.hadamard rotates blocks of a power of two; {below} or "
+                f"reduce.block is {self.block_size}, and reduce.hadamard rotates blocks of a power of two; {below} or "
                 f"{2 * below} would work."
             )
 
     @property
+    def second(self) -> str:
+        """Return the codec of the second phase."""
+        if self.gather_codec is not None:
+            return self.gather_codec
+        return "topk" if self.codec == "topk" else "none"
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Return the codecs of both phases."""
+        return self.codec, self.second
+
+    @property
+    def block_size(self) -> int:
+        """Return the values of a block."""
+        if self.block is not None:
+            return self.block
+        return LARGEST_TOPK_BLOCK if "topk" in self.names else DEFAULT_BLOCK
+
+    @property
+    def beta(self) -> float:
+        """Return the decay of the kept error; 0 without feedback."""
+        if self.feedback is None:
+            return 0.0
+        if self.feedback.beta is not None:
+            return self.feedback.beta
+        return 0.95 if self.codec == "topk" else 0.8
+
+    @property
     def quantised(self) -> bool:
         """Return whether any phase is not exact."""
-        return self.codec != "none" or self.gather_codec != "none"
+        return self.names != ("none", "none")
 
     @property
     def bytes_per_parameter(self) -> float:
         """Return the bytes of a parameter on the wire: the mean of the two phases, with full blocks."""
-        return sum(self._format(name).bytes_per_parameter for name in (self.codec, self.gather_codec)) / 2
+        return sum(self._format(name).bytes_per_parameter for name in self.names) / 2
 
     def first_codec(self) -> Codec:
         return self._codec(self.codec)
 
     def second_codec(self) -> Codec:
-        return self._codec(self.gather_codec)
+        return self._codec(self.second)
 
     def _format(self, name: str) -> WireFormat:
         """Return a codec's format, without an array library for those of this package."""
         make = FIRST_LEGS[name]
-        return wire_format(name, self.block) if make is None else make(self.block).format
+        return wire_format(name, self.block_size, self.keep) if make is None else make(self.block_size).format
 
     def _codec(self, name: str) -> Codec:
         if (make := FIRST_LEGS[name]) is not None:
-            return make(self.block)
+            return make(self.block_size)
         if name in FLOAT_BITS:
             return FloatCodec(name)
-        codec = PowersCodec(block=self.block) if name == "e3m0" else UniformCodec(BLOCK_BITS[name], self.block)
+        if isinstance(found := self._format(name), SparseFormat):
+            return TopKCodec(found)
+        block = self.block_size
+        codec = PowersCodec(block=block) if name == "e3m0" else UniformCodec(BLOCK_BITS[name], block)
         return RotatedCodec(codec) if self.hadamard else codec
 
     def _check_block(self, name: str):
+        if name == "topk" and not (self.keep or 1) <= self.block_size <= LARGEST_TOPK_BLOCK:
+            raise UserError(
+                f"reduce.block is {self.block_size} and reduce.keep {self.keep or 'null'}: topk sends some values of a "
+                f"block, and a place in it takes 12 bits, so keep <= block <= {LARGEST_TOPK_BLOCK}."
+            )
         if name not in BLOCK_BITS:
             return
         per_byte = 8 // BLOCK_BITS[name]
-        if self.block % per_byte:
-            above = -(-self.block // per_byte) * per_byte
+        if self.block_size % per_byte:
+            above = -(-self.block_size // per_byte) * per_byte
             raise UserError(
-                f"reduce.block is {self.block}: {name} packs {per_byte} value(s) into a byte, so a block is a multiple "
-                f"of {per_byte} values. {above} would work; {DEFAULT_BLOCK} is the default."
+                f"reduce.block is {self.block_size}: {name} packs {per_byte} value(s) into a byte, so a block is a "
+                f"multiple of {per_byte} values. {above} would work; {DEFAULT_BLOCK} is the default."
             )
 
 
@@ -433,11 +607,6 @@ def load(stored: QuantisedArray) -> jax.Array:
     codec = UniformCodec(bits=8, block=codes.shape[-1] // scales.shape[-1])
     blocks = codes.reshape(*scales.shape, codec.block)
     return codec.dequantise(blocks, scales).reshape(codes.shape)
-
-
-def next_error(error: jax.Array, lost: jax.Array, beta: float) -> jax.Array:
-    """Return `beta * error + (1 - beta) * lost`, where `lost` is the intended less the sent value."""
-    return beta * error + (1 - beta) * lost
 
 
 # Of the codes 0 to 15, as published: means between quantiles of a normal distribution, over the largest of them.

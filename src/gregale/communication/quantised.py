@@ -25,7 +25,7 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gregale.axes.layout import REPLICA, Layout, Tree, is_layers, is_named
-from gregale.codecs.codec import Codec, FloatCodec, QuantisedArray, ReduceConfig, load, next_error, store, stored_block
+from gregale.codecs.codec import Codec, FloatCodec, QuantisedArray, ReduceConfig, load, store, stored_block
 from gregale.communication.reduce import ExactReducer, ShardedLeaf, leaves_of
 
 
@@ -51,7 +51,7 @@ def init_error(tree: Tree, layout: Layout, config: ReduceConfig, axis: str) -> E
         replicated = (layout.axis(axis), *leaf.axes)
         if config.codec != "none":
             first[leaf.path] = _zeros(replicated, layout, layout.params)
-        if config.gather_codec != "none":
+        if config.second != "none":
             axes = replicated if leaf.split is None else leaf.axes
             second[leaf.path] = _zeros(axes, layout, second_mapping(layout, axis))
     return ErrorState(first, second, jnp.zeros((), jnp.int32))
@@ -179,7 +179,7 @@ def decode_all(message: jax.Array, sizes: Sequence[int], codec: Codec) -> list[j
 def encoded(values: Arrays, errors: Arrays, codec: Codec, beta: float) -> Encoded:
     """Encode one message of values + errors, all [..., n]; used by every kind of reducer.
 
-    h = x + e        message = encode(h)        e = beta e + (1 - beta) (h - decode(message))
+    h = x + e        message = encode(h)        e = next_error(e, h - decode(message))        by the codec
     """
     sizes = [value.shape[-1] for value in values.values()]
     compensated = {path: value + errors[path] if path in errors else value for path, value in values.items()}
@@ -187,7 +187,7 @@ def encoded(values: Arrays, errors: Arrays, codec: Codec, beta: float) -> Encode
     if not errors:
         return Encoded(message, compensated, {})
     sent = dict(zip(values, decode_all(message, sizes, codec), strict=True))
-    kept = {path: next_error(errors[path], compensated[path] - sent[path], beta) for path in errors}
+    kept = {path: codec.next_error(errors[path], compensated[path] - sent[path], beta) for path in errors}
     return Encoded(message, compensated, kept)
 
 
@@ -399,13 +399,13 @@ class QuantisedReducer:
         first = self._message_bytes(config.first_codec(), arrays)
         second = self._message_bytes(config.second_codec(), [leaf for leaf in arrays if leaf.split is None])
         scalars = self.lanes * EXACT.message_bytes(len(leaves) - len(arrays))
-        return first, second, scalars, self._flags((config.codec, first), (config.gather_codec, second))
+        return first, second, scalars, self._flags((config.codec, first), (config.second, second))
 
     def _messages_to_gather(self, tree: Tree) -> int:
         """Return the bytes of all lanes' messages of `all_gather_params`, with their flags of finiteness."""
         leaves = leaves_of(tree, self.layout, self.axis, replicated=False)
         second = self._message_bytes(self.config.second_codec(), [leaf for leaf in leaves if leaf.split is not None])
-        return second + self._flags((self.config.gather_codec, second))
+        return second + self._flags((self.config.second, second))
 
     def _flags(self, *phases: tuple[str, int]) -> int:
         """Return the bytes of flags of finiteness, one of each lane in a phase (codec, bytes) with feedback."""
@@ -425,8 +425,7 @@ class QuantisedReducer:
         return tuple(axis for axis, size in self.layout.mesh.shape.items() if axis != self.axis and size > 1)
 
     def _phase(self, codec: Codec) -> CollectivePhase:
-        feedback = self.config.feedback
-        return CollectivePhase(codec, feedback.beta if feedback else 0.0, self.axis, self.fast_axes)
+        return CollectivePhase(codec, self.config.beta, self.axis, self.fast_axes)
 
     def _reduce_on_device(self, leaves: list[ShardedLeaf], values: dict, weight: jax.Array, errors: tuple):
         """Turn local sums by path, total weight and (first, second) errors into averages by path, and the errors."""
@@ -501,7 +500,7 @@ def rows_of(size: int, config: ReduceConfig, exact: bool = False, max_values: in
     count = max(1, -(-size // max_values))
     if count == 1:
         return RowLayout(size, 1, size, exact)
-    row = -(-size // (count * config.block)) * config.block
+    row = -(-size // (count * config.block_size)) * config.block_size
     return RowLayout(size, -(-size // row), row, exact)
 
 

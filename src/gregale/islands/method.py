@@ -224,7 +224,7 @@ class Island(Method):
         self, leaf: ShardedLeaf, difference: jax.Array, kept: QuantisedArray | None
     ) -> tuple[jax.Array, QuantisedArray | None]:
         """Return a device's message of its shard, [1 of each axis ..., rows, bytes], and the next error, if any."""
-        rows, beta = self.rows(leaf), self.reduce.feedback.beta if self.reduce.feedback else 0.0
+        rows, beta = self.rows(leaf), self.reduce.beta
         values = {leaf.path: rows.to_rows(difference.astype(jnp.float32).reshape(-1))}
         errors = {} if kept is None else {leaf.path: rows.to_rows(load(kept).reshape(-1))}
         message, compensated, new = encoded(values, errors, rows.first_codec(self.reduce), beta)

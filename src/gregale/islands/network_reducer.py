@@ -147,8 +147,8 @@ class NetworkReducer:
 
     def programs(self, key: str) -> RowPrograms:
         rows, config = self.rows[key], self.config
-        keeps = config.feedback is not None and config.gather_codec != "none" and not rows.exact
-        beta = config.feedback.beta if config.feedback is not None and keeps else None
+        keeps = config.feedback is not None and config.second != "none" and not rows.exact
+        beta = config.beta if keeps else None
         return row_programs(rows.first_codec(config), rows.second_codec(config), beta, rows.row)
 
 

@@ -58,6 +58,7 @@ class OuterConfig(OptimizerConfig, draccus.ChoiceRegistry):  # named again: drac
 
 _SGD = SgdConfig(learning_rate=0.7, momentum=0.9, nesterov=True, schedule=ConstantSchedule(), clip_norm=None)
 OUTER = OuterConfig.of(_SGD)
+SPARSE_OUTER = replace(OUTER, learning_rate=1.0, momentum=0.0, nesterov=False)  # the kept error is the momentum
 
 
 EVALUATED = ("outer", "average", "first_replica")
@@ -65,6 +66,10 @@ EVALUATED = ("outer", "average", "first_replica")
 BY_TOPIC = {"by_topic": True}  # of a key that the help has with its section alone
 DILOCO_ONLY = (
     "DiLoCo alone joins islands. Choose sync.type diloco or streaming_diloco, or make them replicas (mesh.replica)."
+)
+NO_MOMENTUM = (
+    "what messages of topk lack is kept and sent later, which takes the place of momentum; both together go too far. "
+    "Set {0} to 0, sync.outer.nesterov to false and sync.outer.learning_rate to 1, or leave out sync.outer."
 )
 EXACT_ONLY = "the method sends float32 only. Set reduce.codec and reduce.gather_codec to none."
 FEW_ROUNDS = 100  # between 60, where the plain average was better (docs/benchmarks.md), and the papers' hundreds
@@ -119,6 +124,11 @@ class SyncConfig(Settings, draccus.ChoiceRegistry):
         """Raise `UserError` if the method cannot begin after `step` steps."""
         del step
 
+    def following(self, reduce: ReduceConfig) -> Self:
+        """Return the configuration with the defaults that depend on the messages."""
+        del reduce
+        return self
+
     def compared(self) -> "dict[str, DilocoConfig | None]":
         """Return this and its variants by their names in `compared`; None: PSDP."""
         return {}
@@ -157,7 +167,7 @@ class PsdpConfig(SyncConfig):
 class MixingConfig(SyncConfig):
     """The base of choices whose replicas train separately and mix their parameters (`gregale.methods.diloco`)."""
 
-    incompatible = (Rule("sync.type & reduce.codec & reduce.gather_codec", EXACT_ONLY, "reduce.quantised"),)
+    incompatible = (Rule("sync.type & reduce.codec", EXACT_ONLY, "reduce.quantised"),)
 
     def mixing_method(self, inner: Psdp, layout: Layout) -> Mixing:
         """Return the method.
@@ -184,13 +194,15 @@ class MixingConfig(SyncConfig):
 class DilocoConfig(SyncConfig):
     """Replicas train separately; an outer optimizer joins them every `period` steps (arXiv 2311.08105)."""
 
+    incompatible = (Rule("sync.outer.momentum & reduce.codec: topk", NO_MOMENTUM),)
+
     period: int = setting(
         100,
         "H: steps between two synchronisations",
         range=whole(1),
         aliases=("sync_every", "local_steps", "inner_steps", "h", "sync_interval", "sync.every", "sync.steps"),
     )
-    outer: OuterConfig = setting(OUTER, "the outer optimizer; its steps are outer ones")
+    outer: OuterConfig = setting(OUTER, "the outer optimizer; its steps are outer ones; with topk: plain SGD of rate 1")
     warmup_steps: int = setting(0, "steps of PSDP before the replicas part", range=whole(0))
     dropout: float = setting(0.0, "probability that a replica misses a synchronisation", range=Range(0, 1, below=True))
     evaluate: str = setting("outer", "which parameters are evaluated and sampled", choices=EVALUATED)
@@ -258,6 +270,10 @@ class DilocoConfig(SyncConfig):
                 f"sync.begin is {self.begin}, but the outer steps begin after step {step:,}, and their learning rate "
                 f"moves from there to the end. Set it to {step}."
             )
+
+    def following(self, reduce: ReduceConfig) -> Self:
+        is_default = self.outer is OUTER  # not one with the same values, which somebody chose
+        return replace(self, outer=SPARSE_OUTER) if is_default and reduce.codec == "topk" else self
 
     def warm_up(self) -> int:
         return self.warmup_steps

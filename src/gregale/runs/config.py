@@ -196,6 +196,7 @@ class TrainConfig(Settings):
                 f"; it names a directory, so it has at most {MAX_NAME_BYTES}.",
             )
         check_each_once(self.trackers)
+        object.__setattr__(self, "sync", self.sync.following(self.reduce))
         check(self)
         _ = self.each_stage  # rejects invalid ones
 
