@@ -1,7 +1,7 @@
 """Codecs written from the section "Wire format" of docs/quantised.md alone: plain Python, one value after the other."""
 
 import struct
-from math import copysign, inf, isfinite, nan, sqrt
+from math import ceil, copysign, inf, isfinite, nan, sqrt
 
 import numpy as np
 
@@ -44,8 +44,8 @@ def blocks_of(values: list, block: int) -> list[list]:
 
 
 def kept_of(size: int, block: int) -> int:
-    """Of a block of 64, one value; of others in proportion, and one more for a rest."""
-    return -(-(-(-block // 64)) * size // block)
+    """One of 64 values of a block, and of a shorter one the same share, rounded up."""
+    return ceil(ceil(block / 64) * size / block)
 
 
 def parts_of(kept: int) -> list[range]:
@@ -61,17 +61,17 @@ def topk_message(values: list[float], block: int) -> bytes:
     found = np.float32([abs(numbers[place]) for place in places])
     magnitudes = [nan if is_bad else float(np.mean(found[list(part)])) for part in parts_of(kept)]
     signs = [numbers[place] < 0 for place in places]
-    packed = sum(place << 12 * index for index, place in enumerate(places)).to_bytes(3 * -(-kept // 2), "little")
-    packed += sum(sign << index for index, sign in enumerate(signs)).to_bytes(-(-kept // 8), "little")
+    packed = sum(place << 12 * index for index, place in enumerate(places)).to_bytes(3 * ceil(kept / 2), "little")
+    packed += sum(sign << index for index, sign in enumerate(signs)).to_bytes(ceil(kept / 8), "little")
     return packed + b"".join(struct.pack("<H", bfloat16_bits(magnitude)) for magnitude in magnitudes)
 
 
 def topk_values(message: bytes, size: int, block: int) -> list[float]:
     kept, found = kept_of(size, block), [0.0] * size
-    cut = 3 * -(-kept // 2)
+    cut = 3 * ceil(kept / 2)
     places = [int.from_bytes(message[:cut], "little") >> 12 * index & 0xFFF for index in range(kept)]
-    signs = [int.from_bytes(message[cut : cut + -(-kept // 8)], "little") >> index & 1 for index in range(kept)]
-    magnitudes = struct.unpack(f"<{min(kept, 4)}H", message[cut + -(-kept // 8) :])
+    signs = [int.from_bytes(message[cut : cut + ceil(kept / 8)], "little") >> index & 1 for index in range(kept)]
+    magnitudes = struct.unpack(f"<{min(kept, 4)}H", message[cut + ceil(kept / 8) :])
     for part, magnitude in zip(parts_of(kept), magnitudes, strict=True):
         for index in part:
             found[places[index]] = bfloat16_value(magnitude) * (-1 if signs[index] else 1)

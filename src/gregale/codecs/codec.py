@@ -457,22 +457,18 @@ class FeedbackConfig(Settings):
 class ReduceConfig(Settings):
     """The average over replicas: phase 1 is an all-to-all of shards, phase 2 an all-gather of the averages."""
 
-    codec: str = setting(
-        "none", "codec of the first phase", choices=FIRST_LEGS, aliases=("compression", "quantization")
-    )
+    codec: str = setting("none", "the first phase", choices=FIRST_LEGS, aliases=("compression", "quantization"))
     block: int | None = setting(
         None,
-        "values that share a scale, or of which topk sends the largest; null: 64, of topk 4096",
+        "values of a block; null: 64, of topk 4096",
         range=whole(1),
         aliases=("block_size", "group_size"),
     )
-    keep: int | None = setting(None, "of a block, the values that topk sends; null: one of 64", range=whole(1))
+    keep: int | None = setting(None, "how many of them topk sends; null: a 64th", range=whole(1))
     feedback: FeedbackConfig | None = setting(
         FeedbackConfig(), "error feedback; null: none", aliases=("error_feedback",)
     )
-    gather_codec: str | None = setting(
-        None, "codec of the second phase; null: topk if the first has it, else none", choices=SECOND_LEGS
-    )
+    gather_codec: str | None = setting(None, "the second phase", choices=SECOND_LEGS)
     hadamard: bool = setting(False, "rotate blocks before quantisation")
     measure: bool = setting(False, "at evaluations, measure what quantising loses")
 

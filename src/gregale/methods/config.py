@@ -202,7 +202,7 @@ class DilocoConfig(SyncConfig):
         range=whole(1),
         aliases=("sync_every", "local_steps", "inner_steps", "h", "sync_interval", "sync.every", "sync.steps"),
     )
-    outer: OuterConfig = setting(OUTER, "the outer optimizer; its steps are outer ones; with topk: plain SGD of rate 1")
+    outer: OuterConfig = setting(OUTER, "the outer optimizer; its steps are outer ones")
     warmup_steps: int = setting(0, "steps of PSDP before the replicas part", range=whole(0))
     dropout: float = setting(0.0, "probability that a replica misses a synchronisation", range=Range(0, 1, below=True))
     evaluate: str = setting("outer", "which parameters are evaluated and sampled", choices=EVALUATED)
