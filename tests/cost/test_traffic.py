@@ -31,7 +31,6 @@ pytestmark = pytest.mark.usefixtures("compiled_anew")  # for what the compiler w
 
 EXPERTS = ExpertsConfig(8, 2, width=16, balance=BalanceConfig(loss=0.1, z_loss=0.01, bias=True))
 EXCHANGED = MappingConfig(compute={"experts": "data"})
-MUON = {"optimizer": MuonConfig(iterations=1)}
 QUICKSTART = Path(__file__).parents[2] / "config" / "quickstart.yaml"
 OVER_HEADS = {"norms": "after", "qk_norm": True, "qk_norm_over": "heads"}
 BIASES = {"qk_norm": True, "attention_bias": True}

@@ -116,8 +116,7 @@ class Member:
         self._headers: Mapping[str, Header] = {}  # of the newest view, by identity
         self._vain_heals, self._healing_since = 0, 0.0  # consecutive heals after which it was behind again
         self._times_excluded, self._paused_until = 0, 0.0  # consecutive rounds that the others made without this member
-        self._hold_time_before = 0.0  # seconds for which rounds waited for earlier heals
-        self._longest_vain_heal = 0.0
+        self._hold_time_before, self._longest_vain_heal = 0.0, 0.0  # seconds for which rounds waited for earlier heals
         self._used = used
         self._leave_by: float | None = None
         self._complete_at: float | None = None  # when it became complete
@@ -743,14 +742,12 @@ class Member:
         return dead or self._now - self._waiting_since >= self.timing.turnover_seconds
 
     def _holds_rounds(self) -> bool:
-        """Return whether rounds must wait for this healing, for a limited total time: long enough for one more heal.
-
-        After 1, 2, 4, ... vain heals, and in closing rounds.
-        """
+        """Return whether rounds must wait for this healing, in all about as long as one took; see `_is_hold_due`."""
         limit = self.timing.turnover_seconds + HEAL_MARGIN * self._longest_vain_heal
         return self._healing and self._is_hold_due() and self._hold_time() < limit
 
     def _is_hold_due(self) -> bool:
+        """Return whether it is a closing round, or the heal after 1, 2, 4, ... vain ones."""
         is_closing = self._healing and self._wanted is not None and self._wanted.round >= self.rules.closing
         return is_closing or (self._vain_heals > 0 and self._vain_heals & (self._vain_heals - 1) == 0)
 
