@@ -43,3 +43,4 @@ def test_frozen_weights_take_their_bits(base):
 def test_a_copy_takes_the_bytes_of_the_parameters():
     found = tree_bytes(small_setup((1, 2, 1), 1, others={"objective": DpoConfig(), "start_from": "a model"}))
     assert found.frozen == found.parameters
+    assert found.counters < 64, "counts of steps alone"
