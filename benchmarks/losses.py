@@ -5,6 +5,7 @@
     python benchmarks/losses.py RUNS matmul [--seeds 1 2 3]     # float32 and int8 products in the quickstart's model
     python benchmarks/losses.py RUNS matmul_10m [--seeds 1]     # and in one of 10 million parameters: 1,000 steps
     python benchmarks/losses.py RUNS experts [--seeds 1 2 3]    # MLPs and experts with the same active parameters
+    python benchmarks/losses.py RUNS sparse_8 [--seeds 1 2 3]   # OpenDiLoCo's table at this size, and topk; also 2, 4
 
 Each run is `gregale train config/diloco_small.yaml` with a smaller model, or `config/quickstart.yaml`: the same tokens
 in the same order. The rates of `methods` are those that a search on seed 0 found (docs/diloco.md). Runs are kept in
@@ -25,7 +26,7 @@ import numpy as np
 
 from gregale.codecs.codec import FeedbackConfig, ReduceConfig
 from gregale.distributed.devices import keep_memory
-from gregale.methods.config import OUTER, DilocoConfig, PsdpConfig, StreamingDilocoConfig, SyncConfig
+from gregale.methods.config import OUTER, SPARSE_OUTER, DilocoConfig, PsdpConfig, StreamingDilocoConfig, SyncConfig
 from gregale.optim import AdamWConfig, MuonConfig, OptimizerConfig
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
@@ -34,7 +35,8 @@ from gregale.runs.run_directory import RunDirectory
 CONFIG = Path(__file__).parent.parent / "config"
 COMMON = ("--evaluation.every=null", "--checkpoint.every=100000")
 LAST_STEPS = 50  # whose training loss is averaged
-FILES: dict[str, str] = dict.fromkeys(("methods", "codecs"), "diloco_small.yaml") | dict.fromkeys(
+SPARSE = {f"sparse_{replicas}": replicas for replicas in (2, 4, 8)}
+FILES: dict[str, str] = dict.fromkeys(("methods", "codecs", *SPARSE), "diloco_small.yaml") | dict.fromkeys(
     ("matmul", "matmul_10m", "experts"), "quickstart.yaml"
 )
 SIZES = {
@@ -44,6 +46,12 @@ SIZES = {
     "codecs": "--log_every=10"
     " --steps=400 --model.layers=2 --model.hidden=64 --model.heads=4 --model.mlp=192 --batch.size=16"
     " --batch.sequence_length=64 --evaluation.batches=128",
+    **{
+        name: f"--log_every=10 --steps=3000 --cpu_devices={replicas} --mesh.replica={replicas}"
+        f" --batch.size={8 * replicas} --batch.sequence_length=64 --evaluation.batches=128"
+        " --model.layers=2 --model.hidden=64 --model.heads=4 --model.mlp=192"
+        for name, replicas in SPARSE.items()
+    },
     "matmul": "--log_every=1 --samples.prompts=[] --evaluation.bigram=false --evaluation.batches=64",
     "experts": "--log_every=10 --inspect.every=100 --samples.prompts=[] --evaluation.bigram=false"
     " --evaluation.batches=128 --steps=1200 --cpu_devices=2 --mesh.data=1 --mesh.model=1 --model.layers=2"
@@ -109,6 +117,21 @@ def of_codecs() -> Iterable[Setting]:
             yield Setting(f"{name}, {each}", reference, sync, optimizer, reduce)
 
 
+def of_sparse(replicas: int) -> Iterable[Setting]:
+    optimizer, outer = AdamWConfig(learning_rate=3e-3), DilocoConfig(period=30, warmup_steps=800)
+    reference = f"{replicas} replicas, DiLoCo"
+    yield Setting(reference, reference, outer, optimizer)
+    yield Setting(f"{replicas} replicas, PSDP", reference, PsdpConfig(), optimizer)
+    four_bits = ReduceConfig(codec="int4", gather_codec="int4")
+    yield Setting(f"{replicas} replicas, DiLoCo, int4", reference, outer, optimizer, four_bits)
+    sparse = replace(outer, outer=SPARSE_OUTER)
+    plain = f"{replicas} replicas, DiLoCo of plain averages"
+    yield Setting(plain, reference, sparse, optimizer)
+    for second in ("none", "topk"):  # with an exact second phase all get the values that one phase to all would give
+        reduce = ReduceConfig(codec="topk", gather_codec=second)
+        yield Setting(f"{replicas} replicas, DiLoCo, topk and {second}", reference, sparse, optimizer, reduce)
+
+
 def of_matmul(rate: float) -> Iterable[Setting]:
     for name, options in {"float32": (), "int8": ("--compute.matmul=int8",)}.items():
         yield Setting(name, "float32", PsdpConfig(), AdamWConfig(learning_rate=rate), options=options)
@@ -130,6 +153,7 @@ TABLES = {
     "experts": of_experts,
     "methods": of_methods,
     "codecs": of_codecs,
+    **{name: partial(of_sparse, replicas) for name, replicas in SPARSE.items()},
     "matmul": partial(of_matmul, 4e-3),
     "matmul_10m": partial(of_matmul, 1e-3),
 }

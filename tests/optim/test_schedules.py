@@ -26,6 +26,10 @@ CASES = {
         WarmupStableDecaySchedule(warmup=5, decay=4),
         [PEAK * (t + 1) / 6 for t in range(5)] + [PEAK] * 12 + [PEAK * 3 / 4, PEAK / 2, PEAK / 4],
     ),
+    "wsd, 1 - sqrt": (
+        WarmupStableDecaySchedule(decay=4, shape="sqrt", final=0.2),
+        [PEAK] * 17 + [PEAK * (1 - 0.8 * (t / 4) ** 0.5) for t in (1, 2, 3)],
+    ),
     "wsd by fractions": (
         WarmupStableDecaySchedule(warmup=0.25, decay=0.2, final=0.2),
         [PEAK * (t + 1) / 6 for t in range(5)] + [PEAK] * 12 + [PEAK * 0.8, PEAK * 0.6, PEAK * 0.4],

@@ -2,9 +2,10 @@
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import draccus
+import jax
 import jax.numpy as jnp
 import optax
 
@@ -146,9 +147,10 @@ class CosineSchedule(ScheduleConfig):
 @ScheduleConfig.register_subclass("wsd")
 @dataclass(frozen=True)
 class WarmupStableDecaySchedule(ScheduleConfig):
-    """Warmup, then the peak, then a straight line to `final * peak` in the last part of the run.
+    """Warmup, then the peak, then a decay to `final * peak` in the last part of the run.
 
-    A run can be prolonged from a checkpoint before the decay (Hu et al., MiniCPM, 2404.06395).
+    A run can be prolonged from a checkpoint before the decay (Hu et al., MiniCPM, 2404.06395). With x from 0 to 1 in
+    it the rate is `1 - (1 - final) x` or `1 - (1 - final) sqrt(x)` (Hagele et al., 2405.18392) of the peak.
     """
 
     decay: float = setting(
@@ -157,6 +159,7 @@ class WarmupStableDecaySchedule(ScheduleConfig):
         range=Range(0, LONGEST, above=True),
         aliases=("decay_steps", "cooldown"),
     )
+    shape: str = setting("linear", "of the decay", choices=("linear", "sqrt"), aliases=("decay_type", "decay_style"))
     final: float = _final(0.0)
 
     def after_warmup(self, peak: float, steps: int, in_steps_of: int) -> optax.Schedule:
@@ -168,9 +171,16 @@ class WarmupStableDecaySchedule(ScheduleConfig):
                 f" = {decay} steps, but only {steps} of {in_steps_of} are left after the warmup ({in_steps_of} - "
                 f"{in_steps_of - steps} = {steps}); a decay of at most {steps} would work, or a shorter warmup.",
             )
-        line = optax.linear_schedule(peak, peak * self.final, max(decay, 1))
-        return optax.join_schedules([optax.constant_schedule(peak), line], [steps - decay])
+        length = max(decay, 1)
+        line = optax.linear_schedule(peak, peak * self.final, length)
+
+        def root(step: Any) -> jax.Array:
+            return peak * (1 - (1 - self.final) * jnp.sqrt(jnp.clip(step / length, 0, 1)))
+
+        falling = root if self.shape == "sqrt" else line
+        return optax.join_schedules([optax.constant_schedule(peak), falling], [steps - decay])
 
     def fraction_after_warmup(self, step: int, steps: int, in_steps_of: int) -> float:
         decay = max(in_steps(self.decay, in_steps_of), 1)
-        return 1 - (1 - self.final) * min(max(step - steps + decay, 0) / decay, 1)
+        done = min(max(step - steps + decay, 0) / decay, 1)
+        return 1 - (1 - self.final) * (math.sqrt(done) if self.shape == "sqrt" else done)
