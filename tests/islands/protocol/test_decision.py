@@ -146,7 +146,7 @@ def test_with_several_coordinators_the_result_that_was_accepted_last_is_adopted(
     """The two present voters of three hold different ones: the absent one may have committed the last."""
     last = replace(HELD, key="k6b", stamp=9)
     held = {"a": replace(HELD, stamp=3), "b": last}
-    headers = [header(name, held=each, prepared=True, voters=3, retried=True) for name, each in held.items()]
+    headers = [header(name, held=each, prepared=True, electors=ABC) for name, each in held.items()]
     for each in (headers, headers[::-1]):
         assert decide(View(7, tuple(each), 10), Rules(majority=True)).plan == Adopt(replace(last, stamp=10))
 
