@@ -4,10 +4,11 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from gregale.axes.parameters import trainable
 from gregale.cost.memory import bytes_on_device, compiler_memory
 from gregale.model.config import TARGETS, LoraConfig
 from gregale.objectives import DpoConfig
-from gregale.programs.plan.estimates import tree_bytes
+from gregale.programs.plan.estimates import ParameterUse, parameter_use, tree_bytes
 from gregale.runs.config import BatchConfig
 from tests.cost.steps import small_setup
 
@@ -44,3 +45,12 @@ def test_a_copy_takes_the_bytes_of_the_parameters():
     found = tree_bytes(small_setup((1, 2, 1), 1, others={"objective": DpoConfig(), "start_from": "a model"}))
     assert found.frozen == found.parameters
     assert found.counters < 64, "counts of steps alone"
+
+
+@pytest.mark.parametrize(("gather", "passes"), [("per_layer", 4), ("per_step", 1)])
+def test_weights_are_gathered_forward_and_backward_of_each_microbatch_or_once(gather, passes):
+    """On data 2 half of each weight comes from the other device, and half of each microbatch's gradient goes there."""
+    setup = small_setup((1, 2, 1), 2, compute={"gather": gather, "dtype": "bfloat16"})
+    half = sum(leaf.size for leaf in jax.tree.leaves(trainable(setup.model))) // 2
+    found = parameter_use(setup)
+    assert found == ParameterUse(2 * (passes + 2) * half, 2 * 3 * 2 * half, 4 * half * (gather == "per_step"))

@@ -1,5 +1,6 @@
 """What views mean, rule by rule."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from gregale.distributed.agreement import to_text
 from gregale.islands.protocol.decision import (
     SPLIT_AFTER,
+    Adopt,
     CommitAccepted,
     FormGroup,
     NewGeneration,
@@ -138,6 +140,15 @@ def test_the_newest_of_two_results_counts(header):
     plan = meaning(*headers[1:]).plan
     assert plan == CommitAccepted("k6b", "d6b")
     formed(*headers)  # all that may have committed it are here and did not
+
+
+def test_with_several_coordinators_the_result_that_was_accepted_last_is_adopted(header):
+    """The two present voters of three hold different ones: the absent one may have committed the last."""
+    last = replace(HELD, key="k6b", stamp=9)
+    held = {"a": replace(HELD, stamp=3), "b": last}
+    headers = [header(name, held=each, prepared=True, electors=ABC) for name, each in held.items()]
+    for each in (headers, headers[::-1]):
+        assert decide(View(7, tuple(each), 10), Rules(majority=True)).plan == Adopt(replace(last, stamp=10))
 
 
 def test_half_of_the_voters_begin_a_generation_with_a_witness(header):
