@@ -15,6 +15,7 @@ from gregale.axes.layout import EMBED, EXPERTS, LORA_RANK, Layout, is_layers, is
 from gregale.axes.parameters import has_name, layers_axis, names_of_arrays, trainable
 from gregale.errors import KeyedError, below
 from gregale.model.parametrisation import Scaling
+from gregale.optim.moments import MOMENTS, kept_in
 from gregale.optim.schedules import CosineSchedule, ScheduleConfig
 from gregale.settings import DECAY, Fixed, Range, Settings, above, at_least, restated, setting
 
@@ -276,6 +277,14 @@ class OptimizerConfig(Settings, draccus.ChoiceRegistry):
         range=above(0),
         by_topic=True,
     )
+    moments: str = setting(
+        "float32",
+        "dtype of the state between steps",
+        choices=MOMENTS,
+        aliases=("optim_dtype", "mu_dtype", "opt_dtype"),
+        fixed=Fixed("it is the dtype of the state that a checkpoint has"),
+        by_topic=True,
+    )
     groups: tuple[GroupConfig, ...] = setting((), "parameters with rates and weight decays of their own", by_topic=True)
 
     @classmethod
@@ -297,7 +306,8 @@ class OptimizerConfig(Settings, draccus.ChoiceRegistry):
         """
         schedule = self.build_schedule(self.learning_rate, steps)
         groups = self.grouped(parameters, scalings)
-        direction = optax.chain(groups.sizes(parameters), self.direction()) if scalings else self.direction()
+        direction = kept_in(self.moments, self.direction())
+        direction = optax.chain(groups.sizes(parameters), direction) if scalings else direction
         decay, rate = self.add_decay(parameters, groups), optax.scale_by_learning_rate(schedule)
         sharded = optax.chain(self.clip(), direction, decay, rate, groups.rates(parameters))
         return replace(Optimizer.of(sharded), learning_rate=schedule)

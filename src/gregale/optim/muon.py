@@ -28,6 +28,7 @@ from gregale.optim.config import (
     map_parameters,
     matrix_axes,
 )
+from gregale.optim.moments import kept_in
 from gregale.settings import DECAY, Fixed, above, at_least, restated, setting, whole
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of Newton-Schulz (Jordan, 2024)
@@ -162,7 +163,7 @@ class MuonConfig(OptimizerConfig):
         schedule, others = self.build_schedule(self.learning_rate, steps), self.grouped(parameters, scalings)
         matrices = self._of_matrices(others)
         adamw = optax.chain(
-            optax.scale_by_adam(*self.betas, eps=self.epsilon, nesterov=self.nesterov),
+            kept_in(self.moments, optax.scale_by_adam(*self.betas, eps=self.epsilon, nesterov=self.nesterov)),
             self.add_decay(parameters, others),
             optax.scale_by_learning_rate(self.build_schedule(self._adamw_peak, steps)),
             others.rates(parameters),
@@ -172,7 +173,7 @@ class MuonConfig(OptimizerConfig):
         )
         decay, rate = self.add_decay(parameters, matrices), optax.scale_by_learning_rate(schedule)
         muon = optax.chain(orthogonal, decay, rate, matrices.rates(parameters))
-        momentum = scale_by_momentum(self.momentum, self.nesterov)
+        momentum = kept_in(self.moments, scale_by_momentum(self.momentum, self.nesterov))
         return Optimizer(
             sharded=optax.chain(
                 self.clip(),
