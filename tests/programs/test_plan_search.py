@@ -12,8 +12,15 @@ from gregale.cli import main
 from gregale.cost.chips import chip
 from gregale.cost.collectives import BETWEEN, INSIDE, Audit
 from gregale.errors import UserError
-from gregale.model.execution import execution
-from gregale.programs.plan.candidates import Bounds, Candidate, RankedCandidate, candidate_of, ranked_candidates
+from gregale.model.execution import TO_HOST, execution
+from gregale.programs.plan.candidates import (
+    Bounds,
+    Candidate,
+    RankedCandidate,
+    candidate_of,
+    changes,
+    ranked_candidates,
+)
 from gregale.programs.plan.devices import simulated_target
 from gregale.programs.plan.search import (
     ENOUGH,
@@ -156,6 +163,13 @@ def test_a_pipeline_is_searched_by_its_own_keys():
     assert candidate_of(setup) in {each.candidate for each in found}
     assert left_out == {"meshes that do not divide the heads, rows, tokens or layers": 1}, "`model` 4 of 2 key heads"
     assert all(each.candidate["batch.microbatches"] * each.candidate["pipeline.microbatches"] <= 16 for each in found)
+
+
+def test_no_remedy_moves_values_to_the_host():
+    found = changes(setup_for(CONFIG, 257, TARGET), 257, Bounds(257, TARGET))
+    policies = {settings.get("compute.remat") for kind in found for settings, _ in kind}
+    assert "context" in policies
+    assert not policies.intersection(TO_HOST)
 
 
 def test_idle_stages_are_not_in_the_bound_of_a_pipeline():
