@@ -143,6 +143,7 @@ def test_a_remedy_is_what_the_compiler_says_fits():
     found = remedies(plan, compiler)
     first = found[0]
     assert first.fits
+    assert all(each.peak_bytes < compiler.peak(plan) for each in found)
     assert first.peak_bytes <= 700_000
     options = [
         f"--{key}={value}" for key, value in zip(*[iter(first.change.replace("--", "").split())] * 2, strict=True)
