@@ -78,6 +78,10 @@ FLOPS = {
     "further rounds": (lambda a: until(a, jax.named_scope(FURTHER_ROUNDS)), (A,), 0),
     "the larger branch": (branched, (A, B), PRODUCT),
     "groups": (jax.lax.ragged_dot, (A, ONES((2, 6, 10)), GROUPS), PRODUCT),
+    "gradients of groups": (
+        *(jax.grad(lambda *given: jnp.sin(jax.lax.ragged_dot(*given)).sum(), (0, 1)), (A, ONES((2, 6, 10)), GROUPS)),
+        3 * PRODUCT,
+    ),
     "convolution": (
         *(lambda x, k: jax.lax.conv(x, k, (1,), "VALID"), (ONES((2, 3, 9)), ONES((5, 3, 4)))),
         2 * 2 * 5 * 6 * 3 * 4,

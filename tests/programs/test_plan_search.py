@@ -12,8 +12,15 @@ from gregale.cli import main
 from gregale.cost.chips import chip
 from gregale.cost.collectives import BETWEEN, INSIDE, Audit
 from gregale.errors import UserError
-from gregale.model.execution import execution
-from gregale.programs.plan.candidates import Bounds, Candidate, RankedCandidate, candidate_of, ranked_candidates
+from gregale.model.execution import TO_HOST, execution
+from gregale.programs.plan.candidates import (
+    Bounds,
+    Candidate,
+    RankedCandidate,
+    candidate_of,
+    changes,
+    ranked_candidates,
+)
 from gregale.programs.plan.devices import simulated_target
 from gregale.programs.plan.search import (
     ENOUGH,
@@ -67,6 +74,11 @@ def test_the_fastest_of_those_that_fit_is_chosen(lines_and_found):
     assert times == sorted(times)
     assert all(each.bound_bytes < each.peak for each in found.ranked if each.peak), "bounds are below"
     assert all(each.bound_seconds <= each.seconds for each in found.ranked if each.seconds)
+    mesh = {"mesh.context": 2, "mesh.data": 1, "mesh.model": 2, "compute.remat": "none", "compute.gather": "per_layer"}
+    alike = [each for each in found.ranked if mesh.items() <= dict(each.candidate.settings).items()]
+    kept = {each.candidate["batch.microbatches"]: each.bound_bytes for each in alike}
+    assert kept[1] > kept[2] > kept[4]
+    assert kept[1] - kept[2] == pytest.approx(2 * (kept[2] - kept[4]), abs=2), "of what one microbatch keeps"
     compiled = [each for each in found.ranked if each.peak is not None]
     assert ENOUGH <= len(compiled) <= MAX_COMPILED
     assert all(each.fits for each in compiled)
@@ -131,6 +143,7 @@ def test_a_remedy_is_what_the_compiler_says_fits():
     found = remedies(plan, compiler)
     first = found[0]
     assert first.fits
+    assert all(each.peak_bytes < compiler.peak(plan) for each in found)
     assert first.peak_bytes <= 700_000
     options = [
         f"--{key}={value}" for key, value in zip(*[iter(first.change.replace("--", "").split())] * 2, strict=True)
@@ -151,6 +164,25 @@ def test_a_pipeline_is_searched_by_its_own_keys():
     assert candidate_of(setup) in {each.candidate for each in found}
     assert left_out == {"meshes that do not divide the heads, rows, tokens or layers": 1}, "`model` 4 of 2 key heads"
     assert all(each.candidate["batch.microbatches"] * each.candidate["pipeline.microbatches"] <= 16 for each in found)
+
+
+def test_no_remedy_moves_values_to_the_host():
+    found = changes(setup_for(CONFIG, 257, TARGET), 257, Bounds(257, TARGET))
+    policies = {settings.get("compute.remat") for kind in found for settings, _ in kind}
+    assert "context" in policies
+    assert not policies.intersection(TO_HOST)
+
+
+def test_idle_stages_are_not_in_the_bound_of_a_pipeline():
+    """Of two microbatches in two stages the passes take three times: a third of the stages is idle."""
+    target = replace(TARGET, chip=replace(TARGET.chip, link_bytes_per_second=1e20))
+    common = ["--mesh.model=1", "--mesh.data=2", "--model.layers=2", "--batch.size=16"]
+    stages = ["--mesh.stage=2", "--pipeline.repeats=1", "--pipeline.remat=full", "--pipeline.microbatches=2"]
+    plain, staged = (
+        Bounds(257, target).of(setup_for(config_of(*common, *each), 257, target)).seconds
+        for each in (["--mesh.replica=4", "--compute.remat=full"], stages)
+    )
+    assert staged == pytest.approx(plain, rel=0.05)
 
 
 def test_what_is_not_possible_is_left_out_with_its_reason(monkeypatch):

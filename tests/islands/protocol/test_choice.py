@@ -40,3 +40,8 @@ def test_the_record_of_one_coordinator_is_passed_on_to_the_others_unless_most_ha
     for index in range(2):
         choice.answered(index, 3, 0.0, other)
     assert choice.recorded == choice.to_record(None) == choice.to_record(own) == other
+    halves = Choice(2, HEARTBEAT_SECONDS)
+    for index in range(2):
+        assert halves.recorded is None, "half of them are no majority"
+        halves.answered(index, 3, 0.0, one)
+    assert halves.recorded == one

@@ -227,6 +227,14 @@ def test_who_does_not_know_the_voters_goes_on_only_with_most_of_the_ledgers_isla
     assert isinstance(plan, NewGeneration) == goes_on
 
 
+@pytest.mark.parametrize(("known", "goes_on"), [(("a", "b", "c", "n"), False), (("a", "b", "n"), True)])
+def test_survivors_go_on_only_if_too_few_islands_are_elsewhere_to_begin_anew(header, known, goes_on):
+    """The processes of the other voters are dead, but two that started again are enough for a fleet."""
+    given = {"electors": ABC, "known": known, "dead": ("b/s", "c/s"), "wait_expired": True}
+    plan = meaning(header("a", **given), header("n", voter=False, **given), minimum=2, start=2, majority=True).plan
+    assert isinstance(plan, NewGeneration) == goes_on
+
+
 def test_a_fleet_restored_from_checkpoints_waits_for_as_many_members_as_a_new_one(header):
     """The first to come may have an older state than those that are still starting."""
     alone = header("a", from_checkpoint=True, voter=False, wait_expired=True)
