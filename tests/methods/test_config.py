@@ -119,7 +119,7 @@ def documented() -> list[tuple[str, ...]]:
         names = [name for name in entry.type.split(" | ") if name not in TYPE_NAMES.values()]
         if len(names) > 1 and entry.key.startswith(("optimizer.", "sync.", "reduce.")):
             key, _, of = entry.choice.partition(" ")
-            above = {"sync.type": "diloco"} if entry.key.startswith("sync.") else {}
+            above = {} if entry.key.startswith("optimizer.") else {"sync.type": "diloco"}
             above |= {key: of.split(", ")[0]} if key else {}
             found += [tuple(f"--{key}={value}" for key, value in (above | {entry.key: name}).items()) for name in names]
     return list(dict.fromkeys(found))

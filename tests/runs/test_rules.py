@@ -87,6 +87,7 @@ REFUSED = [  # in the order of the rules: arguments, and what the message has be
     ),
     ("--checkpoint.every 15m --islands.lockstep", "checkpoint.every is 15m"),
     ("--mesh.island 2 --mesh.replica 4", "mesh.island is 2 and sync.type is psdp"),
+    ("--mesh.replica 8 --reduce.codec topk", "sync.type is psdp and reduce.codec is topk"),
     ("--plugins '[gossip]' --sync.type gossip --reduce.codec int8", "sync.type is gossip"),
     ("--sync.type diloco --mesh.replica 8 --reduce.codec topk --sync.outer.momentum 0.9", "and reduce.codec is topk"),
 ]

@@ -67,6 +67,10 @@ BY_TOPIC = {"by_topic": True}  # of a key that the help has with its section alo
 DILOCO_ONLY = (
     "DiLoCo alone joins islands. Choose sync.type diloco or streaming_diloco, or make them replicas (mesh.replica)."
 )
+DILOCO_FOR_TOPK = (
+    "it sends the largest values of a whole round's change. A single step's gradient loses too much of the others "
+    "(0.54 nats in 600 steps of a small model). Choose sync.type diloco or streaming_diloco, or reduce.codec int4."
+)
 NO_MOMENTUM = (
     "what messages of topk lack is kept and sent later, which takes the place of momentum; both together go too far. "
     "Set {0} to 0, sync.outer.nesterov to false and sync.outer.learning_rate to 1, or leave out sync.outer."
@@ -153,7 +157,10 @@ class SyncConfig(Settings, draccus.ChoiceRegistry):
 class PsdpConfig(SyncConfig):
     """Gradients are averaged over replicas once a step; the optimizer runs on shards."""
 
-    incompatible = (Rule("mesh.island & sync.type", DILOCO_ONLY, at=LAYOUT),)
+    incompatible = (
+        Rule("mesh.island & sync.type", DILOCO_ONLY, at=LAYOUT),
+        Rule("sync.type & reduce.codec: topk", DILOCO_FOR_TOPK),
+    )
 
     def compared(self) -> "dict[str, DilocoConfig | None]":
         return {"psdp": None}
