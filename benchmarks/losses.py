@@ -119,17 +119,15 @@ def of_codecs() -> Iterable[Setting]:
 
 def of_sparse(replicas: int) -> Iterable[Setting]:
     optimizer, outer = AdamWConfig(learning_rate=3e-3), DilocoConfig(period=30, warmup_steps=800)
-    reference = f"{replicas} replicas, DiLoCo"
+    sparse, reference = replace(outer, outer=SPARSE_OUTER), f"{replicas} replicas, DiLoCo"
     yield Setting(reference, reference, outer, optimizer)
+    for second in ("topk", "none"):  # with an exact second phase all get the values that one phase to all would give
+        reduce = ReduceConfig(codec="topk", gather_codec=second)
+        yield Setting(f"{replicas} replicas, DiLoCo, topk and {second}", reference, sparse, optimizer, reduce)
     yield Setting(f"{replicas} replicas, PSDP", reference, PsdpConfig(), optimizer)
     four_bits = ReduceConfig(codec="int4", gather_codec="int4")
     yield Setting(f"{replicas} replicas, DiLoCo, int4", reference, outer, optimizer, four_bits)
-    sparse = replace(outer, outer=SPARSE_OUTER)
-    plain = f"{replicas} replicas, DiLoCo of plain averages"
-    yield Setting(plain, reference, sparse, optimizer)
-    for second in ("none", "topk"):  # with an exact second phase all get the values that one phase to all would give
-        reduce = ReduceConfig(codec="topk", gather_codec=second)
-        yield Setting(f"{replicas} replicas, DiLoCo, topk and {second}", reference, sparse, optimizer, reduce)
+    yield Setting(f"{replicas} replicas, DiLoCo of plain averages", reference, sparse, optimizer)
 
 
 def of_matmul(rate: float) -> Iterable[Setting]:
