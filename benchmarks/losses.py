@@ -5,6 +5,7 @@
     python benchmarks/losses.py RUNS matmul [--seeds 1 2 3]     # float32 and int8 products in the quickstart's model
     python benchmarks/losses.py RUNS matmul_10m [--seeds 1]     # and in one of 10 million parameters: 1,000 steps
     python benchmarks/losses.py RUNS experts [--seeds 1 2 3]    # MLPs and experts with the same active parameters
+    python benchmarks/losses.py RUNS moments [--seeds 1 2 3]    # the state of AdamW and Muon in float32 and bfloat16
     python benchmarks/losses.py RUNS sparse_8 [--seeds 1 2 3]   # OpenDiLoCo's table at this size, and topk; also 2, 4
 
 Each run is `gregale train config/diloco_small.yaml` with a smaller model, or `config/quickstart.yaml`: the same tokens
@@ -28,6 +29,7 @@ from gregale.codecs.codec import FeedbackConfig, ReduceConfig
 from gregale.distributed.devices import keep_memory
 from gregale.methods.config import OUTER, SPARSE_OUTER, DilocoConfig, PsdpConfig, StreamingDilocoConfig, SyncConfig
 from gregale.optim import AdamWConfig, MuonConfig, OptimizerConfig
+from gregale.optim.moments import MOMENTS
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
 from gregale.runs.run_directory import RunDirectory
@@ -36,16 +38,20 @@ CONFIG = Path(__file__).parent.parent / "config"
 COMMON = ("--evaluation.every=null", "--checkpoint.every=100000")
 LAST_STEPS = 50  # whose training loss is averaged
 SPARSE = {f"sparse_{replicas}": replicas for replicas in (2, 4, 8)}
-FILES: dict[str, str] = dict.fromkeys(("methods", "codecs", *SPARSE), "diloco_small.yaml") | dict.fromkeys(
+FILES: dict[str, str] = dict.fromkeys(("methods", "codecs", "moments", *SPARSE), "diloco_small.yaml") | dict.fromkeys(
     ("matmul", "matmul_10m", "experts"), "quickstart.yaml"
+)
+SMALL = (
+    "--log_every=10"
+    " --steps=400 --model.layers=2 --model.hidden=64 --model.heads=4 --model.mlp=192 --batch.size=16"
+    " --batch.sequence_length=64 --evaluation.batches=128"
 )
 SIZES = {
     "methods": "--log_every=10"
     " --steps=600 --model.layers=3 --model.hidden=48 --model.heads=2 --model.mlp=128 --batch.size=64"
     " --batch.sequence_length=32 --evaluation.batches=24",
-    "codecs": "--log_every=10"
-    " --steps=400 --model.layers=2 --model.hidden=64 --model.heads=4 --model.mlp=192 --batch.size=16"
-    " --batch.sequence_length=64 --evaluation.batches=128",
+    "codecs": SMALL,
+    "moments": SMALL,
     **{
         name: f"--log_every=10 --steps=3000 --cpu_devices={replicas} --mesh.replica={replicas}"
         f" --batch.size={8 * replicas} --batch.sequence_length=64 --evaluation.batches=128"
@@ -117,6 +123,18 @@ def of_codecs() -> Iterable[Setting]:
             yield Setting(f"{name}, {each}", reference, sync, optimizer, reduce)
 
 
+def of_moments() -> Iterable[Setting]:
+    kinds = {
+        "AdamW": AdamWConfig(learning_rate=2e-3),
+        "AdamW, second decay 0.999": AdamWConfig(learning_rate=2e-3, betas=(0.9, 0.999)),
+        "Muon": MuonConfig(learning_rate=5e-3),
+    }
+    for name, optimizer in kinds.items():
+        for moments in MOMENTS:
+            reference = f"{name}, float32"
+            yield Setting(f"{name}, {moments}", reference, PsdpConfig(), replace(optimizer, moments=moments))
+
+
 def of_sparse(replicas: int) -> Iterable[Setting]:
     optimizer, outer = AdamWConfig(learning_rate=3e-3), DilocoConfig(period=30, warmup_steps=800)
     sparse, reference = replace(outer, outer=SPARSE_OUTER), f"{replicas} replicas, DiLoCo"
@@ -151,6 +169,7 @@ TABLES = {
     "experts": of_experts,
     "methods": of_methods,
     "codecs": of_codecs,
+    "moments": of_moments,
     **{name: partial(of_sparse, replicas) for name, replicas in SPARSE.items()},
     "matmul": partial(of_matmul, 4e-3),
     "matmul_10m": partial(of_matmul, 1e-3),
