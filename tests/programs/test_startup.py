@@ -10,30 +10,32 @@ HEAVY = {"jax", "numpy", "haliax", "equinox", "optax", "draccus", "orbax", "grai
 EXTRAS = {"wandb", "trackio", "tensorboardX", "pyarrow", "datasets"}
 
 
-def imported_by(program: str) -> set[str]:
-    """The top-level modules that a fresh interpreter has after running a program."""
-    program += "\nimport sys\nprint(*{name.partition('.')[0] for name in sys.modules})"
+def imported_by(*programs: str) -> list[set[str]]:
+    """The top-level modules that a fresh interpreter has after each of some programs."""
+    told = "import sys; print('modules', *{name.partition('.')[0] for name in sys.modules})"
+    program = "\n".join(f"{each}\n{told}" for each in programs)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    return set(done.stdout.splitlines()[-1].split())
+    return [set(line.split()[1:]) for line in done.stdout.splitlines() if line.startswith("modules ")]
 
 
-def test_nothing_heavy(tmp_path):
-    arguments = ["--help"], ["--version"], ["trian"]
-    found = imported_by(f"from gregale.cli import main; print(*map(main, {arguments}))")
-    assert "gregale" in found
-    assert not found & (HEAVY | EXTRAS)
+def test_nothing_heavy_before_it_is_used(tmp_path):
     write_run(tmp_path / "run", 1, saved=1)
-    assert "jax" not in imported_by(f"from gregale.cli import main; main(['runs', {str(tmp_path)!r}])")
-
-
-def test_the_package_imports_its_names_when_they_are_used():
-    assert not imported_by("import gregale; gregale.UserError; gregale.setting") & (HEAVY | EXTRAS)
-    assert "jax" in imported_by("import gregale; assert all(hasattr(gregale, name) for name in gregale.__all__)")
-    assert set(gregale.__all__) == {*gregale._MODULES, "__version__"} <= set(dir(gregale))
-    assert not hasattr(gregale, "trian")
+    commands = ["--help"], ["--version"], ["trian"]
+    names = "import gregale; gregale.UserError; gregale.setting"
+    begun, listed = imported_by(
+        f"{names}\nfrom gregale.cli import main; print(*map(main, {commands}))", f"main(['runs', {str(tmp_path)!r}])"
+    )
+    assert "gregale" in begun
+    assert not begun & (HEAVY | EXTRAS)
+    assert "jax" not in listed
 
 
 def test_training_takes_no_extra_and_no_tokenizer_that_it_does_not_use():
-    found = imported_by("import gregale.programs.train.command")
+    found, _ = imported_by(
+        "import gregale.programs.train.command",
+        "import gregale; assert all(hasattr(gregale, name) for name in gregale.__all__)",
+    )
     assert {"jax", "haliax"} <= found, "the list would show them"
     assert not found & (EXTRAS | {"tokenizers", "grain", "jinja2"})
+    assert set(gregale.__all__) == {*gregale._MODULES, "__version__"} <= set(dir(gregale))
+    assert not hasattr(gregale, "trian")

@@ -244,16 +244,17 @@ def test_what_cannot_be_scored_is_told_with_its_line(refused, tasks, inputs, mod
     assert "are about text" in refused("eval", "mine", "--tasks", "a", "--stride", "4")
 
 
+STEPS = ["--steps=4", "--optimizer.schedule.warmup=1", "--model.parametrisation.base_hidden=16"]
+
+
 @pytest.fixture(scope="module")
 def run(inputs, tasks) -> Path:
     """A run that scores tasks beside its held-out text."""
-    steps = ["--steps", "4", "--evaluation.every", "2", "--optimizer.schedule.warmup", "1"]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(inputs)
-        chosen = ["--evaluation.tasks", "[tasks/gap.jsonl, tasks/match.jsonl]"]
-        chosen += ["--model.parametrisation.base_hidden", "16", "--export.every", "4"]
-        chosen += ["--data.validation", "{words: {type: text, files: [text/0.txt]}}"]
-        assert main(["train", "tiny.yaml", "--name", "tasked", *steps, *chosen]) == 0
+        chosen = ["--evaluation.every", "2", "--evaluation.tasks", "[tasks/gap.jsonl, tasks/match.jsonl]"]
+        chosen += ["--export.every", "4", "--data.validation", "{words: {type: text, files: [text/0.txt]}}"]
+        assert main(["train", "tiny.yaml", "--name", "tasked", *STEPS, *chosen]) == 0
     return inputs / "runs" / "tasked"
 
 
@@ -305,8 +306,7 @@ def test_every_mesh_finds_what_transformers_finds_of_the_export(gregale, run, in
 
 
 def test_tasks_alone_make_an_evaluation(gregale, run, evaluated, refused, capsys):
-    arguments = ["--data.held_out", "0", "--evaluation.tasks", "tasks/match.jsonl", "--steps", "2"]
-    arguments += ["--evaluation.every", "2", "--optimizer.schedule.warmup", "1"]
+    arguments = [*STEPS, "--data.held_out=0", "--evaluation.tasks=tasks/match.jsonl", "--evaluation.every=4"]
     assert gregale("train", "tiny.yaml", "--name", "alone", *arguments) == 0
     assert "Done. Tasks: match acc " in capsys.readouterr().out
     (figures,) = [line for line in lines(run.parent / "alone") if "acc.match" in line]

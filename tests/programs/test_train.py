@@ -253,11 +253,11 @@ def test_other_text_under_the_same_name_is_refused(go_on, half, inputs, capsys):
     assert "the text is not the one that this run was trained on until step 8" in error
 
 
-def test_steps_that_are_not_finite_are_skipped_then_end_the_run(gregale, inputs, capsys):
+def test_steps_that_are_not_finite_are_skipped_and_the_run_ends_or_is_not_done(gregale, inputs, capsys):
     # Weights of 1e30 overflow in a gradient's norm: no step is ever finite.
     # With the plain rules the first gradient is 0 * inf; those of CPU devices make it 0.
-    overflow = ["--model.init_scale=1e30", "--compute.autodiff_rules=plain", "--max_skipped=3"]
-    assert gregale("train", "tiny.yaml", "--name", "infinite", *overflow) == 2
+    overflow = ["--model.init_scale=1e30", "--compute.autodiff_rules=plain"]
+    assert gregale("train", "tiny.yaml", "--name", "infinite", *overflow, "--max_skipped=3") == 2
     error = capsys.readouterr().err
     assert "max_skipped: loss or gradient was not finite in the last 3 steps (step 3: loss" in error
     assert "optimizer.learning_rate" in error
@@ -266,3 +266,9 @@ def test_steps_that_are_not_finite_are_skipped_then_end_the_run(gregale, inputs,
     assert [(line["step"], line["grad_norm"], line["skipped"]) for line in found] == [(1, None, 1), (2, None, 2)]
     rates = [line["learning_rate"] for line in found]
     assert rates == pytest.approx([0.0025, 0.0025]), "no update was made, the schedule waits"
+    patient = ["--max_skipped=13", "--checkpoint.every=50"]
+    assert gregale("train", "tiny.yaml", "--name", "skipped", *overflow, *patient) == 2
+    error = capsys.readouterr().err
+    assert "All 12 steps were skipped: in none of them were loss and gradient finite." in error
+    assert error.count("\n") == 1
+    assert checkpoint_steps(inputs / "runs" / "skipped") == []

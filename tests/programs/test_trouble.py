@@ -67,14 +67,6 @@ def test_diloco_keeps_the_checkpoint_before_an_outer_step_that_overflows(gregale
     assert checkpoint_steps(run) == [4]
 
 
-def test_a_run_whose_steps_were_all_skipped_is_not_done(gregale, inputs, capsys):
-    arguments = ["--max_skipped", "4", "--steps", "3", "--optimizer.schedule.warmup", "1", "--checkpoint.every", "50"]
-    wild = ["--model.init_scale", "1e38"]
-    assert gregale("train", "tiny.yaml", "--name", "skipped", *arguments, *wild) == 2
-    assert "All 3 steps were skipped: in none of them were loss and gradient finite." in refusal(capsys)
-    assert checkpoint_steps(inputs / "runs" / "skipped") == []
-
-
 def test_a_held_out_loss_that_is_no_number_is_not_done(again, capsys, monkeypatch):
     """A run whose last evaluation was lost makes up for it."""
     *kept, _ = (again.run / "metrics.jsonl").read_text().splitlines(keepends=True)

@@ -6,9 +6,8 @@ import pytest
 
 from gregale.cli import main
 from gregale.runs.run_directory import RunDirectory
-from tests.programs.tiny import WORDS, lines
+from tests.programs.tiny import WORDS, killed, lines
 
-SHORT = ["--steps", "2", "--optimizer.schedule.warmup", "1", "--checkpoint.every", "2"]
 VALIDATION = ["--data.validation", "{calm: {type: text, files: [calm.txt]}, noise: {type: text, files: [noise.txt]}}"]
 
 
@@ -24,11 +23,11 @@ def texts(inputs):
 
 
 def trained(folder, name, *arguments):
-    """The run directory of a short run."""
+    """The run directory of a run, whose steps are those of `whole`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         own = ["--data.sources.words.files", "[own/*.txt]"]
-        assert main(["train", "tiny.yaml", "--name", name, *SHORT, *own, *arguments]) == 0
+        assert main(["train", "tiny.yaml", "--name", name, *own, *arguments]) == 0
     return folder / "runs" / name
 
 
@@ -86,20 +85,20 @@ def test_text_that_has_changed_is_refused(validated, texts, evaluated, refused):
         before = path.read_text()
         path.write_text(before + " sea")
         error = refused("eval", "validated")
-        assert f"{key}: the text is not what it was when runs/validated saved step 2" in error
+        assert f"{key}: the text is not what it was when runs/validated saved step 12" in error
         assert "gregale eval runs/validated --data 'FILES'" in error
-        assert evaluated("validated", "--data", "noise.txt")["step"] == 2
+        assert evaluated("validated", "--data", "noise.txt")["step"] == 12
         path.write_text(before)
     evaluated("validated")
 
 
-def test_a_run_takes_other_validation_sources_when_it_goes_on(validated, evaluated):
-    arguments = ["--data.validation", "{news: {type: text, files: [noise.txt]}}", "--steps", "3"]
-    trained(validated.parent.parent, "validated", *arguments)
-    assert "eval_loss.news" in lines(validated)[-1]
-    assert "eval_loss.calm" not in lines(validated)[-1]
-    assert list(RunDirectory(validated).read_config().data.validation) == ["news"]
-    assert "eval_loss.news" in evaluated("validated", "--step", "2"), "step 2 knows nothing of it"
+def test_a_run_takes_other_validation_sources_when_it_goes_on(validated, texts, evaluated):
+    run = killed(validated, texts / "runs" / "other", 8)
+    trained(texts, "other", "--data.validation", "{news: {type: text, files: [noise.txt]}}")
+    assert "eval_loss.news" in lines(run)[-1]
+    assert "eval_loss.calm" not in lines(run)[-1]
+    assert list(RunDirectory(run).read_config().data.validation) == ["news"]
+    assert "eval_loss.news" in evaluated("other", "--step", "8"), "step 8 knows nothing of it"
 
 
 def test_where_nothing_is_held_out_the_figures_are_over_all_validation_tokens(texts, evaluated, capsys):
@@ -124,10 +123,10 @@ def test_training_works_without_any_evaluation(texts, evaluated, refused, capsys
     expected = "Done. Nothing was evaluated: data.held_out is 0 and there is no data.validation."
     assert capsys.readouterr().out.splitlines()[-1] == expected
     assert [line for line in lines(run) if "eval_loss" in line] == []
-    assert (run / "samples.txt").read_text().startswith("--- step 2\nthe")
+    assert (run / "samples.txt").read_text().startswith("--- step 12\nthe")
     before = (run / "samples.txt").read_bytes()
     trained(texts, "blind", *arguments)
     assert "blind is complete" in capsys.readouterr().out
     assert (run / "samples.txt").read_bytes() == before
     assert "runs/blind has no text to evaluate on: its data.held_out is 0" in refused("eval", "blind")
-    assert evaluated("blind", "--data", "noise.txt")["step"] == 2
+    assert evaluated("blind", "--data", "noise.txt")["step"] == 12

@@ -62,6 +62,10 @@ class RecorderConfig(CallbackConfig):
 
 
 class Failing(Callback):
+    """Fails as its configuration says, or as `later`: after the steps are compiled, which all of these ways share."""
+
+    later = ""
+
     def __init__(self, how: str):
         self._how = how
 
@@ -70,7 +74,7 @@ class Failing(Callback):
         return given.get(self._how, {})
 
     def waits_after(self, step):
-        return self._how == "text"
+        return self.later == "text"
 
     def after_step(self, pause):
         return {"mine": "text"}
@@ -79,14 +83,14 @@ class Failing(Callback):
         raise ZeroDivisionError("no checkpoints.")
 
     def on_step(self, step, metrics):
-        if self._how == "raises":
+        if self.later == "raises":
             raise ZeroDivisionError("no steps.")
 
 
 @CallbackConfig.register_subclass("failing")
 @dataclass(frozen=True)
 class FailingConfig(CallbackConfig):
-    how: str = setting("raises", "taken, shape, nothing, text, build or raises")
+    how: str = setting("", "taken, shape, nothing or build")
 
     def build(self):
         return None if self.how == "build" else Failing(self.how)
