@@ -144,7 +144,7 @@ def test_what_is_under_way_is_bounded():
 
 def test_what_was_sent_adds_up_to_what_went_in():
     """Of the second phase: sum of what was sent = sum of what went in - (e_K - e_0) / (1 - beta)."""
-    config, beta = FOUR_BITS, FOUR_BITS.feedback.beta
+    config, beta = FOUR_BITS, FOUR_BITS.beta
     rounds, weights = 6, (1, 3)
     sent, went_in, errors = {}, {}, None
     for number in range(rounds):
@@ -227,6 +227,6 @@ def test_a_row_holds_whole_blocks():
     for size in (1, 63, 255, 256, 257, 1000, 1025):
         rows = rows_of(size, FOUR_BITS, max_values=256)
         assert rows.count * rows.row >= size > (rows.count - 1) * rows.row
-        assert rows.count == 1 or rows.row % FOUR_BITS.block == 0
+        assert rows.count == 1 or rows.row % FOUR_BITS.block_size == 0
         values = np.arange(size, dtype=np.float32)
         np.testing.assert_array_equal(rows.from_rows(rows.to_rows(jax.numpy.asarray(values))), values)

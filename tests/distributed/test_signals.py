@@ -87,8 +87,8 @@ from gregale.errors import Interrupted
 
 with StopRequest(exit_seconds=0.1) as stop:
     stop.unsaved = lambda: sys.argv[1] == "unsaved"
-    print("begun", flush=True)
     try:
+        print("begun", flush=True)
         hashlib.pbkdf2_hmac("sha256", b"", b"", (1 << 31) - 1)  # minutes without an instruction, as a compiler
     except Interrupted as error:  # the signal has come before
         sys.exit(*error.args)
