@@ -70,9 +70,15 @@ class SparseFormat(WireFormat):
         """Return how many values of a block of `size` are sent: ceil(keep * size / block)."""
         return -(-self.keep * size // self.block)
 
-    def _block_bytes(self, size: int) -> int:
+    def ends(self, size: int) -> tuple[int, int, int]:
+        """Return where the places, signs and magnitudes end in the bytes of a block of `size`."""
         kept = self.kept(size)
-        return 3 * -(-kept // 2) + -(-kept // 8) + min(kept, MAGNITUDES) * self.scale_bits // 8
+        places = 3 * -(-kept // 2)
+        signs = places + -(-kept // 8)
+        return places, signs, signs + min(kept, MAGNITUDES) * self.scale_bits // 8
+
+    def _block_bytes(self, size: int) -> int:
+        return self.ends(size)[-1]
 
 
 def wire_format(codec: str, block: int | None = None, keep: int | None = None) -> WireFormat:
@@ -390,8 +396,7 @@ class TopKCodec(Codec):
         *rows, _ = message.shape
         kept = self.format.kept(size)
         message = message.reshape(*rows, blocks, -1)
-        ends = 3 * -(-kept // 2), 3 * -(-kept // 2) + -(-kept // 8)
-        places, signs, octets = jnp.split(message, ends, axis=-1)
+        places, signs, octets = jnp.split(message, self.format.ends(size)[:2], axis=-1)
         magnitudes = jax.lax.bitcast_convert_type(octets.reshape(*octets.shape[:-1], -1, 2), jnp.bfloat16)
         lengths = np.diff(_parts(kept)).ravel()
         sizes = jnp.repeat(magnitudes.astype(jnp.float32), lengths, axis=-1, total_repeat_length=kept)

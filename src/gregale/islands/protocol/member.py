@@ -116,7 +116,7 @@ class Member:
         self._headers: Mapping[str, Header] = {}  # of the newest view, by identity
         self._vain_heals, self._healing_since = 0, 0.0  # consecutive heals after which it was behind again
         self._times_excluded, self._paused_until = 0, 0.0  # consecutive rounds that the others made without this member
-        self._hold_time_before, self._longest_vain_heal = 0.0, 0.0  # seconds for which rounds waited for earlier heals
+        self._hold_time_before, self._longest_vain_heal = 0.0, 0.0  # seconds that rounds waited; of a heal in vain
         self._used = used
         self._leave_by: float | None = None
         self._complete_at: float | None = None  # when it became complete
