@@ -45,6 +45,11 @@ def test_refused(make, message):
         make()
 
 
+def test_defaults_are_equal_to_what_a_run_wrote_when_they_were_values():
+    written = ReduceConfig(block=64, gather_codec="none", feedback=FeedbackConfig(beta=0.8))
+    assert ReduceConfig().resolved == written == written.resolved
+
+
 def test_bytes_per_parameter():
     expected = {
         "none": 4,

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -499,6 +499,12 @@ class ReduceConfig(Settings):
                 f"reduce.block is {self.block_size}, and reduce.hadamard rotates blocks of a power of two; {below} or "
                 f"{2 * below} would work."
             )
+
+    @property
+    def resolved(self) -> "ReduceConfig":
+        """Return the same with values in place of null: two configurations that are equal so send the same."""
+        feedback = self.feedback and replace(self.feedback, beta=self.beta)
+        return replace(self, block=self.block_size, gather_codec=self.second, feedback=feedback)
 
     @property
     def second(self) -> str:

@@ -80,7 +80,8 @@ def starting_point(
             base = FrozenSource.of(setup.config.start_from)
         return Start(started_state(setup, corpus.tokenizer, base), 0, 0, 0, mixtures, base)
     saved = setup
-    if before is not None and (before.sync, before.reduce) != (setup.config.sync, setup.config.reduce):
+    sends = (setup.config.sync, setup.config.reduce.resolved)
+    if before is not None and (before.sync, before.reduce.resolved) != sends:
         as_before = replace(setup.config, sync=before.sync, reduce=before.reduce)
         saved = set_up(as_before, setup.tokens, setup.layout.mesh)
     restored = checkpoints.read(
