@@ -1,5 +1,6 @@
 """Quantised averages over replicas against a slow NumPy rewrite, and their bytes in the compiled program."""
 
+from dataclasses import replace
 from functools import cache
 
 import haliax as hax
@@ -33,8 +34,9 @@ NO_FEEDBACK = ReduceConfig(codec="int4", gather_codec="int4", feedback=None)
 class Program:
     """One step's two phases, compiled: (sums, weights, error) -> (averages, given back, error, given back as it is)."""
 
-    def __init__(self, replica: int, data: int, config: ReduceConfig, dtype=np.float32):
-        self.layout, self.config = layout_of(replica=replica, data=data), config
+    def __init__(self, replica: int, data: int, config: ReduceConfig, dtype=np.float32, per_device: int = 1):
+        devices = layout_of(replica=replica // per_device, data=data)
+        self.layout, self.config = replace(devices, replicas_per_device=per_device), config
         tree, reducer = gradients(replica, dtype=dtype), QuantisedReducer(self.layout, config)
         start = reducer.init(averaged(tree))
         self.start = jax.device_put(start, reducer.shardings(start))
@@ -212,10 +214,10 @@ def test_the_second_legs_error_is_kept_too():
     assert norm.any()
 
 
-@pytest.mark.parametrize("mesh", [(2, 2), (4, 2)])
-def test_twenty_rounds_of_the_largest_values_with_both_errors_are_those_of_the_slow_rewrite(mesh):
+@pytest.mark.parametrize(("mesh", "per_device"), [((2, 2), 1), ((4, 2), 1), ((4, 2), 2), ((4, 2), 4)])
+def test_twenty_rounds_of_the_largest_values_with_both_errors_are_those_of_the_slow_rewrite(mesh, per_device):
     """e = 0.95 (h - sent), of each phase; sums of ones have ties, and zeros everywhere but at some places."""
-    run, error = program(*mesh, TOPK), None
+    run, error = program(*mesh, TOPK, per_device=per_device), None
     for step in range(20):
         tree = gradients(mesh[0], seed=step)
         if step % 4 == 1:
@@ -289,14 +291,18 @@ def test_the_error_lies_as_the_buffers_do_in_about_a_byte_a_value():
 
 
 @pytest.mark.parametrize(
-    ("mesh", "config"), [((8, 1), FOUR_BITS), ((4, 2), FOUR_BITS), ((4, 2), TOPK), ((2, 1), ReduceConfig())]
+    ("mesh", "config", "per_device"),
+    [
+        *[((8, 1), FOUR_BITS, 1), ((4, 2), FOUR_BITS, 1), ((4, 2), TOPK, 1), ((2, 1), ReduceConfig(), 1)],
+        ((4, 2), TOPK, 2),
+    ],
 )
-def test_only_bytes_cross_replicas_and_as_many_as_the_closed_form_says(mesh, config):
-    run = program(*mesh, config)
+def test_only_bytes_cross_replicas_and_as_many_as_the_closed_form_says(mesh, config, per_device):
+    run = program(*mesh, config, per_device=per_device)
     over = audit(run.compiled, run.layout.mesh).over(REPLICA)
     assert {collective.dtype for collective in over} == {"u8"}
     reducer, tree = QuantisedReducer(run.layout, config), averaged(gradients(mesh[0]))
-    weights = 4 * (mesh[0] - 1)
+    weights = 4 * (mesh[0] - per_device)
     assert sum(each.bytes_sent for each in over) == reducer.bytes_sent(tree) + weights
     assert reducer.bytes_sent(tree) == reducer.reduce_bytes(tree) + reducer.gather_bytes(tree)
 

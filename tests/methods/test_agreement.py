@@ -39,11 +39,14 @@ def pseudo_gradients(replicas: int, seed: int = 0, common: float = 1.0) -> dict[
     return {name: one([axis.size for axis in axes]) for name, axes in AXES.items()}
 
 
-def measured(gradients: dict[str, np.ndarray], weights: np.ndarray, mesh: MeshConfig) -> PseudoGradientStats:
+def measured(
+    gradients: dict[str, np.ndarray], weights: np.ndarray, mesh: MeshConfig, per_device: int = 1
+) -> PseudoGradientStats:
     """What the program measures, on the mesh, around some theta."""
     axis = "island" if mesh.island > 1 else "replica"
-    layout = standard_layout(make_mesh(mesh))
-    layout = dataclasses.replace(layout, opt_state={**layout.opt_state, "embed": ("data", *SPLIT[axis])})
+    layout = standard_layout(make_mesh(mesh, jax.devices()[: mesh.device_count]))
+    finest = {**layout.opt_state, "embed": ("data", *SPLIT[axis])}
+    layout = dataclasses.replace(layout, opt_state=finest, replicas_per_device=per_device)
     random = np.random.default_rng(9)
     theta = {name: random.normal(size=[each.size for each in AXES[name]]) for name in gradients}
     own = {name: theta[name] - gradients[name] for name in gradients}
@@ -89,12 +92,13 @@ def test_it_is_exact_where_nothing_is_split():
     assert found == pytest.approx(of_pairs(gradients["whole"], weights), rel=1e-5)
 
 
-def test_every_replica_is_measured_on_its_share():
+@pytest.mark.parametrize("per_device", [1, 2])
+def test_every_replica_is_measured_on_its_share(per_device):
     """Each number against the coordinates that the replica's devices hold of theta."""
     mesh, replicas = MESHES[4], 4
     layout = standard_layout(make_mesh(mesh))
     gradients, weights = pseudo_gradients(replicas), np.arange(1.0, replicas + 1)
-    found = measured(gradients, weights, mesh)
+    found = measured(gradients, weights, dataclasses.replace(mesh, replica=4 // per_device), per_device)
     square, product = np.zeros(replicas), np.zeros(replicas)
     for name, each in gradients.items():
         shape = each.shape[1:]

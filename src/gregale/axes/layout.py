@@ -51,6 +51,7 @@ class Layout:
     compute: AxisMapping
     params: AxisMapping
     opt_state: AxisMapping
+    replicas_per_device: int = 1  # replicas on each index of the mesh axis `replica`
 
     @property
     def replicas(self) -> int:
@@ -62,7 +63,15 @@ class Layout:
 
     def axis(self, name: str) -> Axis:
         """Return the named axis that maps to the mesh axis `name` (`replica`, `island`); size 1 if there is none."""
-        return Axis(name, self.mesh.shape[name] if name in self.params else 1)
+        return Axis(name, self.parts(name) if name in self.params else 1)
+
+    def per_device(self, name: str) -> int:
+        """Return the indices of the named axis `name` on each index of the mesh axis of that name."""
+        return self.replicas_per_device if name == REPLICA and name in self.params else 1
+
+    def parts(self, name: str) -> int:
+        """Return the parts that a mesh axis cuts rows and messages into: `replica` one for each replica."""
+        return self.mesh.shape[name] * self.per_device(name)
 
     @property
     def context(self) -> int:
@@ -105,6 +114,10 @@ class Layout:
     def devices(self, axes: Sequence[Axis | str], mapping: AxisMapping) -> int:
         """Return the number of devices over which an array with these named axes is split."""
         return prod(self.mesh.shape[name] for name in self.mesh_axes(axes, mapping))
+
+    def row_parts(self) -> int:
+        """Return the parts that a batch's rows are cut into: one for each replica and device inside it."""
+        return prod(self.parts(name) for name in self.mesh_axes((BATCH,), self.compute))
 
     def gathers(self, axes: Sequence[Axis | str]) -> bool:
         """Return whether a weight with these named axes is gathered for use: `params` splits it further."""
@@ -179,7 +192,7 @@ def check_divides(layout: Layout, axes: Mapping[str, tuple[str, Axis]]) -> None:
         # `opt_state` first: its split is the finest, so the sizes in its message suit the other mappings too.
         for mapping in (layout.opt_state, layout.params, layout.compute):
             mesh_axes = mesh_axes_of(mapping.get(_key(axis.name), ()))
-            sizes = [layout.mesh.shape[name] for name in mesh_axes]
+            sizes = [layout.parts(name) for name in mesh_axes]
             if axis.size % prod(sizes):
                 raise UserError(_does_not_divide(key, meaning, axis.size, mesh_axes, sizes))
 
@@ -291,6 +304,13 @@ class MeshConfig(Settings):
         "devices that split each layer (tensor parallelism)",
         range=AXIS_SIZE,
         aliases=("tensor", "tp", "tensor_parallel", "model_parallel"),
+    )
+    replicas_per_device: int = setting(
+        1,
+        "replicas that share the devices of each index of `replica`: 8 on one GPU train as 8 GPUs would",
+        range=whole(1),
+        by_topic=True,
+        aliases=("virtual_replicas", "num_virtual_replicas"),
     )
     axes: dict[str, int] = setting(dict, "mesh axes of your own, for `mapping`", range=AXIS_SIZE, by_topic=True)
     order: list[str] = setting(list, "all mesh axes, slowest link first; default: your own ones last", by_topic=True)
@@ -454,7 +474,7 @@ class MappingConfig(Settings):
         return mesh_axes_of(self.compute.get(EXPERTS) or ()) == (AUTO,)
 
 
-def mapped_layout(mesh: Mesh, config: MappingConfig) -> Layout:
+def mapped_layout(mesh: Mesh, config: MappingConfig, replicas_per_device: int = 1) -> Layout:
     """Return the layout of a configuration; `check_mapping` and `check_arrays` check it.
 
     The defaults split `TENSOR_PARALLEL` axes over `model`. Outside of the layers, rows and parameters are also split
@@ -471,7 +491,7 @@ def mapped_layout(mesh: Mesh, config: MappingConfig) -> Layout:
     params = _changed({EMBED: (*compute.get(POSITION, ()), *rows), **of_weights}, config.params)
     opt_state = _changed({**params, EMBED: (*params.get(EMBED, ()), REPLICA)}, config.opt_state)
     between = {axis: axis for axis in BETWEEN_REPLICAS}
-    return Layout(mesh=mesh, compute={**compute, **between}, params={**params, **between}, opt_state=opt_state)
+    return Layout(mesh, {**compute, **between}, {**params, **between}, opt_state, replicas_per_device)
 
 
 def _changed(default: Mapping[str, tuple[str, ...]], given: Mapping[str, MeshAxes]) -> dict[str, tuple[str, ...]]:
@@ -489,7 +509,7 @@ def with_rank(layout: Layout, rank: int) -> Layout:
     if LORA_RANK in layout.params:
         return layout
     params, finest = (mesh_axes_of(mapping.get(EMBED, ())) for mapping in (layout.params, layout.opt_state))
-    if rank % prod(layout.mesh.shape[name] for name in (*finest, ISLAND)):
+    if rank % prod(layout.parts(name) for name in (*finest, ISLAND)):
         return layout
     own = {"params": {**layout.params, LORA_RANK: params}, "opt_state": {**layout.opt_state, LORA_RANK: finest}}
     return replace(layout, **own)

@@ -598,12 +598,12 @@ def stored_block(size: int) -> int:
     return next((block for block in range(DEFAULT_BLOCK, size) if size % block == 0), size)
 
 
-def store(values: jax.Array) -> QuantisedArray:
+def store(values: jax.Array, block: int) -> QuantisedArray:
     """Return float32 [..., n] in 8 bits: an error of at most (1 + 2^-8) / 256 of the largest magnitude of its block.
 
     A clipped value, almost as large and of the other sign, has an error of at most 3/256 of it.
     """
-    codec = UniformCodec(bits=8, block=stored_block(values.shape[-1]))
+    codec = UniformCodec(bits=8, block=block)
     codes, scales = codec.quantise(values.reshape(*values.shape[:-1], -1, codec.block))
     return QuantisedArray(codes.reshape(values.shape), scales.astype(jnp.bfloat16))
 

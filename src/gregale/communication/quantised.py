@@ -61,7 +61,7 @@ def _zeros(axes: tuple[Axis, ...], layout: Layout, mapping) -> QuantisedArray:
     if is_layers(axes[-1].name):  # a fragment has some of the layers, so blocks cannot span them
         axes = (*axes, Axis("value", 1))
     *others, last = axes
-    block = stored_block(last.size // layout.devices((last,), mapping))
+    block = stored_block(last.size // prod(layout.parts(name) for name in layout.mesh_axes((last,), mapping)))
     scales = hax.zeros((*others, Axis(last.name, last.size // block)), jnp.bfloat16)
     return QuantisedArray(hax.zeros(axes, jnp.uint8), scales)
 
@@ -129,24 +129,35 @@ class CollectivePhase(NamedTuple):
 def reduce_scatter_phase(
     leaves: list[ShardedLeaf], values: Arrays, errors: Errors, phase: CollectivePhase
 ) -> tuple[Arrays, Errors]:
-    """Return this replica's shards [piece_size] of the means of local arrays [*shape], and the next errors."""
-    pieces = {leaf.path: leaf.to_replica_shards(values[leaf.path]) for leaf in leaves}  # [replicas, piece_size]
-    kept = {leaf.path: leaf.to_replica_shards(load(errors[leaf.path])) for leaf in leaves if leaf.path in errors}
-    message, kept, finite = _send(pieces, kept, phase)
-    received = jax.lax.all_to_all(message, phase.axis, split_axis=0, concat_axis=0, tiled=True)
-    decoded = decode_all(received, [leaf.piece_size for leaf in leaves], phase.codec)
+    """Return shards [per device, piece_size] of the means of local arrays [per device, *shape], and the next errors.
+
+    `per device` counts the replicas on a device.
+    """
+    pieces = {leaf.path: jax.vmap(leaf.to_replica_shards)(values[leaf.path]) for leaf in leaves}
+    waiting = {leaf: load(errors[leaf.path]) for leaf in leaves if leaf.path in errors}
+    kept = {leaf.path: jax.vmap(leaf.to_replica_shards)(error) for leaf, error in waiting.items()}
+    message, kept, finite = _send(pieces, kept, phase)  # [per device, replicas, bytes]
+    decoded = decode_all(_exchanged(message, phase.axis), [leaf.piece_size for leaf in leaves], phase.codec)
     means = {leaf.path: jnp.mean(rows, axis=0) for leaf, rows in zip(leaves, decoded, strict=True)}
-    whole = {leaf.path: leaf.from_replica_shards(kept[leaf.path]) for leaf in leaves if leaf.path in kept}
+    whole = {leaf.path: jax.vmap(leaf.from_replica_shards)(kept[leaf.path]) for leaf in waiting}
     return means, remember(errors, whole, finite)
+
+
+def _exchanged(message: jax.Array, axis: str) -> jax.Array:
+    """Turn [per device, replicas, bytes], by sender and receiver, into [replicas, per device, bytes]."""
+    each, replicas, size = message.shape
+    by_device = jnp.moveaxis(message.reshape(each, replicas // each, each * size), 1, 0)
+    received = jax.lax.all_to_all(by_device.reshape(replicas // each, -1), axis, 0, 0, tiled=True)
+    return received.reshape(replicas, each, size)
 
 
 def all_gather_phase(
     leaves: list[ShardedLeaf], pieces: Arrays, errors: Errors, phase: CollectivePhase
 ) -> tuple[Arrays, Errors]:
-    """Gather all replicas' shards [piece_size] to local arrays [*shape]; return them and the next errors."""
-    own = {leaf.path: _own_piece(leaf, load(errors[leaf.path]), phase.axis) for leaf in leaves if leaf.path in errors}
+    """Gather all replicas' shards [per device, piece_size] to arrays [*shape]; return them and the next errors."""
+    own = {leaf.path: _own_pieces(leaf, load(errors[leaf.path]), phase.axis) for leaf in leaves if leaf.path in errors}
     message, own, finite = _send({leaf.path: pieces[leaf.path] for leaf in leaves}, own, phase)
-    gathered = jax.lax.all_gather(message, phase.axis)
+    gathered = jax.lax.all_gather(message, phase.axis, tiled=True)
     decoded = decode_all(gathered, [leaf.piece_size for leaf in leaves], phase.codec)
     wholes = {leaf.path: leaf.from_replica_shards(rows) for leaf, rows in zip(leaves, decoded, strict=True)}
     kept = {leaf.path: _among_pieces(leaf, own[leaf.path], phase.axis) for leaf in leaves if leaf.path in own}
@@ -154,9 +165,13 @@ def all_gather_phase(
 
 
 def all_reduce_scalars(arrays: list[jax.Array], axis: str) -> list[jax.Array]:
-    """Return exact sums over `axis` of float32 arrays: their bytes are gathered and added in one order everywhere."""
-    values, unravel = ravel_pytree(arrays)
-    rows = EXACT.decode(jax.lax.all_gather(EXACT.encode(values), axis), values.size)  # [replica, value]
+    """Return exact sums over `axis` of float32 arrays [per device, ...], over their first axis too.
+
+    Their bytes are gathered and added in one order everywhere.
+    """
+    unravel = ravel_pytree([array[0] for array in arrays])[1]
+    values = jax.vmap(lambda row: ravel_pytree(row)[0])(arrays)
+    rows = EXACT.decode(jax.lax.all_gather(EXACT.encode(values), axis, tiled=True), values.shape[1])  # [replica, value]
     return unravel(jnp.sum(rows, axis=0))
 
 
@@ -208,25 +223,31 @@ def remember(errors: Errors, new: Arrays, finite: jax.Array) -> Errors:
     """Return the new errors in 8 bits; the old ones if the sent values were not finite."""
 
     def one(old: QuantisedArray, error: jax.Array) -> QuantisedArray:
-        stored = store(error.reshape(old.codes.shape))
+        stored = store(error.reshape(old.codes.shape), old.codes.shape[-1] // old.scales.shape[-1])
         return jax.tree.map(lambda x, y: jnp.where(finite, x, y), stored, old)
 
     return {path: one(errors[path], error) for path, error in new.items()}
 
 
-def _own_piece(leaf: ShardedLeaf, error: jax.Array, axis: str) -> jax.Array:
-    """Turn a second phase's error into [piece_size]."""
+def _own_pieces(leaf: ShardedLeaf, error: jax.Array, axis: str) -> jax.Array:
+    """Turn a second phase's error on a device into [per device, piece_size]."""
     if leaf.split is None:
-        return leaf.to_replica_shards(error)[jax.lax.axis_index(axis)]
-    return error.reshape(-1)
+        return jax.vmap(lambda whole, index: leaf.to_replica_shards(whole)[index])(error, _indices(leaf, axis))
+    return leaf.to_own_shards(error)
 
 
 def _among_pieces(leaf: ShardedLeaf, error: jax.Array, axis: str) -> jax.Array:
-    """Turn [piece_size] into a second phase's error; of an unsplit array, zero outside this replica's shard."""
+    """Invert `_own_pieces`; of an unsplit array, zero outside each replica's shard."""
     if leaf.split is None:
-        pieces = jnp.zeros((leaf.replicas, leaf.piece_size))
-        return leaf.from_replica_shards(pieces.at[jax.lax.axis_index(axis)].set(error))
-    return error
+        zeros = jnp.zeros((leaf.replicas, leaf.piece_size))
+        of_one = jax.vmap(lambda own, index: leaf.from_replica_shards(zeros.at[index].set(own)))
+        return of_one(error, _indices(leaf, axis))
+    return leaf.from_own_shards(error)
+
+
+def _indices(leaf: ShardedLeaf, axis: str) -> jax.Array:
+    """Return the numbers of a device's replicas."""
+    return jax.lax.axis_index(axis) * leaf.per_device + jnp.arange(leaf.per_device)
 
 
 class QuantisationLoss(NamedTuple):
@@ -258,7 +279,7 @@ class QuantisedReducer:
         """Return exact sums over the axis of [replica, ...] arrays: the bytes of float32 values cross it."""
 
         def on_device(arrays):
-            return all_reduce_scalars([shard[0] for shard in arrays], self.axis)
+            return all_reduce_scalars(arrays, self.axis)
 
         lanes, everywhere = [PartitionSpec(self.axis)] * len(arrays), [PartitionSpec()] * len(arrays)
         run = self.layout.shard_map(on_device, (lanes,), everywhere)
@@ -287,7 +308,7 @@ class QuantisedReducer:
         second = arrays_of(error.second, [leaf for leaf in leaves if leaf.split is None])
 
         def on_device(shards, weight, first, second):
-            values = {leaf.path: shard[0] for leaf, shard in zip(leaves, shards, strict=True)}
+            values = {leaf.path: shard for leaf, shard in zip(leaves, shards, strict=True)}
             averages, first, second = self._reduce_on_device(leaves, values, weight, (first, second))
             return [averages[leaf.path] for leaf in leaves], first, second
 
@@ -319,7 +340,7 @@ class QuantisedReducer:
         second = arrays_of(error.second, split)
 
         def on_device(shards, second):
-            pieces = {path: shard.astype(jnp.float32).reshape(-1) for path, shard in shards.items()}
+            pieces = {leaf.path: leaf.to_own_shards(shards[leaf.path].astype(jnp.float32)) for leaf in split}
             return all_gather_phase(split, pieces, second, self._phase(self.config.second_codec()))
 
         sharded = {leaf.path: leaf.opt_state for leaf in split}
@@ -344,7 +365,7 @@ class QuantisedReducer:
             sums = jnp.zeros(3)
             for path, value in values.items():
                 waiting = load(kept[path]).reshape(value.shape) if path in kept else jnp.zeros_like(value)
-                whole = (value.astype(jnp.float32) * (self.lanes / weight) + waiting).reshape(1, -1)
+                whole = (value.astype(jnp.float32) * (self.lanes / weight) + waiting).reshape(value.shape[0], -1)
                 sent = codec.decode(codec.encode(whole), whole.shape[-1])
                 squares = [jnp.sum(jnp.square(x)) for x in (whole - sent, whole, waiting)]
                 sums += jnp.stack(squares) * (shards[path] / mesh.size)
@@ -366,7 +387,7 @@ class QuantisedReducer:
         def on_device(shards):
             squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) / n for x, n in zip(shards, copies, strict=True)]
             inside = jax.lax.psum(sum(squares, start=jnp.zeros(())), self.fast_axes)
-            return all_reduce_scalars([inside], self.axis)[0]
+            return all_reduce_scalars([inside[None]], self.axis)[0]
 
         specs = [leaf.opt_state for leaf in leaves]
         run = layout.shard_map(on_device, (specs,), PartitionSpec())
@@ -379,41 +400,36 @@ class QuantisedReducer:
 
         - `tree`: arrays without the axis, or their abstract forms
         """
-        return self._share(sum(self._phases(tree)) + self._messages_to_gather(tree))
+        return self.reduce_bytes(tree) + self.gather_bytes(tree)
 
     def reduce_bytes(self, tree: Tree) -> int:
         """Return the part of `bytes_sent` that `reduce` sends."""
-        return self._share(sum(self._phases(tree)))
+        leaves = leaves_of(tree, self.layout, self.axis, replicated=False)
+        arrays, config = [leaf for leaf in leaves if not leaf.exact], self.config
+        first = self._to_others(config.first_codec(), arrays)
+        second = self._to_others(config.second_codec(), [leaf for leaf in arrays if leaf.split is None])
+        scalars = (self.lanes - self.per_device) * EXACT.message_bytes(len(leaves) - len(arrays))
+        flags = self._flags((config.codec, first), (config.second, second))
+        return self.per_device * first + second + scalars + flags  # each replica of a device sends its own first
 
     def gather_bytes(self, tree: Tree) -> int:
         """Return the part of `bytes_sent` that `all_gather_params` sends."""
-        return self._share(self._messages_to_gather(tree))
-
-    def _share(self, size: int) -> int:
-        return (self.lanes - 1) * size // self.lanes
-
-    def _phases(self, tree: Tree) -> tuple[int, ...]:
-        """Return the bytes of all lanes' messages of `reduce`: both phases, scalars, and flags of finiteness."""
         leaves = leaves_of(tree, self.layout, self.axis, replicated=False)
-        arrays, config = [leaf for leaf in leaves if not leaf.exact], self.config
-        first = self._message_bytes(config.first_codec(), arrays)
-        second = self._message_bytes(config.second_codec(), [leaf for leaf in arrays if leaf.split is None])
-        scalars = self.lanes * EXACT.message_bytes(len(leaves) - len(arrays))
-        return first, second, scalars, self._flags((config.codec, first), (config.second, second))
-
-    def _messages_to_gather(self, tree: Tree) -> int:
-        """Return the bytes of all lanes' messages of `all_gather_params`, with their flags of finiteness."""
-        leaves = leaves_of(tree, self.layout, self.axis, replicated=False)
-        second = self._message_bytes(self.config.second_codec(), [leaf for leaf in leaves if leaf.split is not None])
+        second = self._to_others(self.config.second_codec(), [leaf for leaf in leaves if leaf.split is not None])
         return second + self._flags((self.config.second, second))
 
     def _flags(self, *phases: tuple[str, int]) -> int:
-        """Return the bytes of flags of finiteness, one of each lane in a phase (codec, bytes) with feedback."""
+        """Return the bytes of flags of finiteness, one of a device in a phase (codec, bytes) with feedback."""
         own = self.config.feedback is not None
-        return self.lanes * sum(own and codec != "none" and sent > 0 for codec, sent in phases)
+        return (self.lanes // self.per_device - 1) * sum(own and codec != "none" and sent > 0 for codec, sent in phases)
 
-    def _message_bytes(self, codec: Codec, leaves: list[ShardedLeaf]) -> int:
-        return self.lanes * sum(codec.message_bytes(leaf.piece_size) for leaf in leaves)
+    def _to_others(self, codec: Codec, leaves: list[ShardedLeaf]) -> int:
+        """Return the bytes of one message for, or of, each replica on another device."""
+        return (self.lanes - self.per_device) * sum(codec.message_bytes(leaf.piece_size) for leaf in leaves)
+
+    @property
+    def per_device(self) -> int:
+        return self.layout.per_device(self.axis)
 
     @property
     def lanes(self) -> int:
@@ -438,7 +454,10 @@ class QuantisedReducer:
             scale = self.lanes / weight
             scaled = {leaf.path: values[leaf.path].astype(jnp.float32) * scale for leaf in arrays}
             pieces, first = reduce_scatter_phase(arrays, scaled, first, self._phase(self.config.first_codec()))
-            averages |= {leaf.path: pieces[leaf.path].reshape(leaf.piece_shape) for leaf in arrays}
+            averages |= {
+                leaf.path: pieces[leaf.path] if leaf.split is None else leaf.from_own_shards(pieces[leaf.path])
+                for leaf in arrays
+            }
         whole = [leaf for leaf in arrays if leaf.split is None]
         if whole:
             joined, second = all_gather_phase(whole, averages, second, self._phase(self.config.second_codec()))

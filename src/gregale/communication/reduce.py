@@ -79,8 +79,8 @@ class ExactReducer:
         return self._share(self._shards(tree)[0])
 
     def _share(self, size: int) -> int:
-        n = self.layout.axis(self.axis).size
-        return (n - 1) * size // n
+        n, each = self.layout.axis(self.axis).size, self.layout.per_device(self.axis)
+        return (n - each) * size // n
 
     def _shards(self, tree: Tree) -> tuple[int, int]:
         """Return the bytes of a device's float32 shards without the axis: of arrays that it splits, and of others."""
@@ -121,7 +121,7 @@ def _sum_over(array: jax.Array, axis: str, names: tuple[str, ...], layout: Layou
     cuts = further_splits(names, layout)
 
     def add(shard: jax.Array) -> jax.Array:
-        shard, summed = shard[0], False
+        shard, summed = shard[0] if shard.shape[0] == 1 else jnp.sum(shard, axis=0), False
         for dimension, mesh_axes in enumerate(cuts):
             for mesh_axis in mesh_axes:
                 if mesh_axis == axis:
@@ -237,7 +237,7 @@ def split_batch(batch: Tree, layout: Layout, microbatches: int) -> Tree:
 def rows_per_part(rows: int, layout: Layout, microbatches: int) -> int:
     """Return the rows of one microbatch on one device; raise `UserError` if they cannot be divided evenly."""
     axes = layout.mesh_axes((BATCH,), layout.compute)
-    sizes = {axis: layout.mesh.shape[axis] for axis in axes if axis in (REPLICA, "data") or layout.mesh.shape[axis] > 1}
+    sizes = {axis: layout.parts(axis) for axis in axes if axis in (REPLICA, "data") or layout.mesh.shape[axis] > 1}
     parts = prod(sizes.values()) * microbatches
     if rows % parts:
         product = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
@@ -296,6 +296,7 @@ class ShardedLeaf:
     shape: tuple[int, ...]  # of a device's shard under `params`
     split: int | None  # the dimension that `opt_state` splits over that axis, None if it splits none
     replicas: int  # the number of shards to cut it into
+    per_device: int  # the number of replicas on a device
 
     @property
     def exact(self) -> bool:
@@ -304,7 +305,7 @@ class ShardedLeaf:
 
     @property
     def piece_shape(self) -> tuple[int, ...]:
-        """Return a device's shard under `opt_state`; of an unsplit array, its part of the padded flat shard."""
+        """Return a replica's part of a shard under `params`; of an unsplit array, its part of the padded flat shard."""
         if self.split is None:
             return (-(-prod(self.shape) // self.replicas),)
         shape = list(self.shape)
@@ -320,16 +321,35 @@ class ShardedLeaf:
         if self.split is None:
             flat = shard.reshape(-1)
             return jnp.pad(flat, (0, self.replicas * self.piece_size - flat.size)).reshape(self.replicas, -1)
-        d = self.split
-        parts = shard.reshape(*self.shape[:d], self.replicas, -1, *self.shape[d + 1 :])
-        return jnp.moveaxis(parts, d, 0).reshape(self.replicas, -1)
+        return self._cut(shard.reshape(self.shape), self.split, self.replicas)
 
     def from_replica_shards(self, pieces: jax.Array) -> jax.Array:
         """Turn [replicas, piece_size] into [*shape]."""
         if self.split is None:
             return pieces.reshape(-1)[: prod(self.shape)].reshape(self.shape)
-        parts = jnp.moveaxis(pieces.reshape(self.replicas, *self.piece_shape), 0, self.split)
-        return parts.reshape(self.shape)
+        return self._joined(pieces, self.split)
+
+    def to_own_shards(self, shard: jax.Array) -> jax.Array:
+        """Turn a device's shard under `opt_state` into [per_device, piece_size]: a row for each of its replicas."""
+        if self.split is None:
+            return self.to_replica_shards(shard)
+        shape = list(self.shape)
+        shape[self.split] //= self.replicas // self.per_device
+        return self._cut(shard.reshape(shape), self.split, self.per_device)
+
+    def from_own_shards(self, pieces: jax.Array) -> jax.Array:
+        """Invert `to_own_shards`, of an array that the axis splits."""
+        assert self.split is not None
+        return self._joined(pieces, self.split)
+
+    def _cut(self, shard: jax.Array, d: int, parts: int) -> jax.Array:
+        cut = shard.reshape(*shard.shape[:d], parts, -1, *shard.shape[d + 1 :])
+        return jnp.moveaxis(cut, d, 0).reshape(parts, -1)
+
+    def _joined(self, pieces: jax.Array, d: int) -> jax.Array:
+        shape = self.piece_shape
+        parts = jnp.moveaxis(pieces.reshape(-1, *shape), 0, d)
+        return parts.reshape(*shape[:d], -1, *shape[d + 1 :])
 
     def wrap(self, array: jax.Array):
         return NamedArray(array, tuple(axis.name for axis in self.axes)) if self.named else array
@@ -359,4 +379,5 @@ def _leaf(path: str, axes: tuple[Axis, ...], named: bool, layout: Layout, axis: 
         each.size // prod(layout.mesh.shape[name] for name in names) for each, names in zip(axes, of_axes, strict=True)
     )
     split = [place for place, names in enumerate(layout.splits(axes, layout.opt_state)) if axis in names]
-    return ShardedLeaf(path, axes, named, params, opt_state, shape, split[0] if split else None, layout.axis(axis).size)
+    cut = (split[0] if split else None, layout.axis(axis).size, layout.per_device(axis))
+    return ShardedLeaf(path, axes, named, params, opt_state, shape, *cut)

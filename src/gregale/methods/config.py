@@ -299,7 +299,7 @@ class DilocoConfig(SyncConfig):
         """Return notes of a single replica, of so few rounds that others beat the default settings, and of the end."""
         schedule, found = self.schedule(layers=2**31), []
         rounds, last = schedule.outer_steps(self.warmup_steps, steps), schedule.last_sent(steps)
-        if not is_joined and layout.mesh.shape[sync_axis(layout)] == 1:
+        if not is_joined and layout.axis(sync_axis(layout)).size == 1:
             found.append(
                 f"sync.type is {self.get_choice_name(type(self))}, but mesh.replica is 1: there is no other replica to "
                 f"be joined with, so the outer optimizer moves this one by itself, every {self.period} steps."

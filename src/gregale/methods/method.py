@@ -316,17 +316,27 @@ def _products(own, theta, gradient, names: tuple[str, ...], layout: Layout, axis
     cuts = further_splits(names, layout)
     split = layout.mesh_axes(names, layout.opt_state)
     inside = tuple(mesh_axis for mesh_axis in split if mesh_axis != axis)
-    share = layout.mesh.shape[axis] if axis in split else 1
+    share, each = layout.parts(axis) if axis in split else 1, layout.per_device(axis)
+
+    def part_of(array: jax.Array, index: jax.Array) -> jax.Array:
+        """Return the part of a device's shard under `opt_state` that belongs to one of its replicas."""
+        if each == 1 or axis not in split:
+            return array
+        place = next(dimension for dimension, mesh_axes in enumerate(cuts) if axis in mesh_axes)
+        size = array.shape[place] // each
+        return jax.lax.dynamic_slice_in_dim(array, index * size, size, place)
 
     def multiply(own: jax.Array, theta: jax.Array, gradient: jax.Array):
-        own = own[0]
-        for dimension, mesh_axes in enumerate(cuts):
-            for mesh_axis in mesh_axes:
-                own = own_part(own, dimension, mesh_axis)
-        mine = theta - own
-        sums = share * jnp.stack([jnp.sum(mine * mine), jnp.sum(mine * gradient)])
+        def of_one(own: jax.Array, index: jax.Array) -> jax.Array:
+            for dimension, mesh_axes in enumerate(cuts):
+                for mesh_axis in mesh_axes:
+                    own = own_part(own, dimension, mesh_axis)
+            mine, gradients = part_of(theta - own, index), part_of(gradient, index)
+            return share * jnp.stack([jnp.sum(mine * mine), jnp.sum(mine * gradients)])
+
+        sums = jax.vmap(of_one, out_axes=1)(own, jnp.arange(each))
         square, product = jax.lax.psum(sums, inside) if inside else sums
-        return square[None], product[None]
+        return square, product
 
     before, after = (layout.spec(names, mapping) for mapping in (layout.params, layout.opt_state))
     replica = PartitionSpec(axis)

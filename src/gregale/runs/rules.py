@@ -77,7 +77,7 @@ def restaged(config: Any, _: Any) -> bool:
 
 def other_mixtures(config: Any, layout: Layout) -> Found:
     axis, count = config.sync.separate_axis(layout), len(config.data.replica_mixtures)
-    replicas = layout.mesh.shape.get(axis, count)
+    replicas = count if axis is None else layout.axis(axis).size
     return {"axis": axis, "replicas": replicas, "mixtures": count} if replicas != count else None
 
 

@@ -302,7 +302,7 @@ def first_layers(config: TrainConfig, model, layout: Layout) -> int:
     joined = config.sync.separate_axis(layout) is None and not config.fleet.joins
     joined = joined and config.adapter is None  # adapters are small
     scanned = config.pipeline is None and config.batch.microbatches == 1 and not config.reduce.quantised
-    tpus = layout.mesh.devices.flat[0].platform == "tpu" and layout.replicas > 1
+    tpus = layout.mesh.devices.flat[0].platform == "tpu" and layout.mesh.shape["replica"] > 1
     labels = zip(layer_order(model), config.model.kind_numbers, strict=False)  # a model may have no kinds
     return layers_apart(tuple(labels)) if tpus and joined and scanned else 0
 
@@ -335,7 +335,8 @@ def parameter_groups(setup: Setup) -> list[dict[str, Any]]:
 
 def checked_layout(config: TrainConfig, mesh: Mesh | None, Vocab: Axis) -> Layout:
     """Return the layout of a run; raise `UserError` for sizes that the mesh does not divide, before any compilation."""
-    layout = mapped_layout(make_mesh(config.mesh) if mesh is None else mesh, config.mapping)
+    mesh = make_mesh(config.mesh) if mesh is None else mesh
+    layout = mapped_layout(mesh, config.mapping, config.mesh.replicas_per_device)
     if config.adapter is not None:
         layout = with_rank(layout, config.adapter.rank)
     check_mapping(config.mapping, layout)
@@ -358,10 +359,10 @@ def checked_layout(config: TrainConfig, mesh: Mesh | None, Vocab: Axis) -> Layou
 
 def rows_multiple(config: TrainConfig, mesh: Mesh) -> int:
     """Return the number of which `batch.size` has to be a multiple, see `checked_layout`; raise `UserError`."""
-    layout, columns = mapped_layout(mesh, config.mapping), 1
+    layout, columns = mapped_layout(mesh, config.mapping, config.mesh.replicas_per_device), 1
     if config.pipeline is not None:
         columns = config.pipeline.schedule(mesh.shape["stage"]).columns
-    parts = layout.devices((BATCH,), layout.compute) * config.batch.microbatches
+    parts = layout.row_parts() * config.batch.microbatches
     return parts * lcm(config.objective.rows_together, columns)
 
 

@@ -18,7 +18,7 @@ import draccus
 import jax
 from haliax import NamedArray
 
-from gregale.axes.layout import BATCH, Layout, MappingConfig, MeshConfig, is_named, make_mesh, mapped_layout
+from gregale.axes.layout import Layout, MappingConfig, MeshConfig, is_named, make_mesh, mapped_layout
 from gregale.axes.parameters import QuantisedWeight, buffers_of, is_quantised, trainable, with_arrays
 from gregale.checkpoint.manifest import folder_name, measured, read_manifest
 from gregale.checkpoint.multihost import by_first_process, messages_of_all
@@ -138,11 +138,12 @@ def checkpoint_template(setup: Setup, metadata: dict) -> TrainState:
     method = saved_by(setup, metadata)
     saved, now = recorded(metadata, "replicas"), replicas(setup.layout, method)
     if saved != now:
-        axis = method.replica_axes[0]
+        axis = f"mesh.{method.replica_axes[0]}"
+        axis += " x mesh.replicas_per_device" if setup.config.mesh.replicas_per_device > 1 else ""
         raise UserError(
-            f"mesh.{axis} is {now}, but the checkpoint is of {method.name} with {saved} replicas, each with "
-            f"parameters and an optimizer of its own. Resume with mesh.{axis} {saved}; to change their number, first "
-            f"resume with sync.type psdp until the next checkpoint, which joins them."
+            f"{axis} is {now}, but the checkpoint is of {method.name} with {saved} replicas, each with parameters and "
+            f"an optimizer of its own. Resume with {axis} {saved}; to change their number, first resume with sync.type "
+            f"psdp until the next checkpoint, which joins them."
         )
     state = abstract_state(method, setup.model)._replace(frozen=None)
     if not same_spikes(setup, metadata):
@@ -194,7 +195,7 @@ def spike_window(setup: Setup) -> int | None:
 
 def replicas(layout: Layout, method: Method) -> int:
     """Return the number of replicas whose states the method keeps separately."""
-    return layout.mesh.shape[method.replica_axes[0]] if method.replica_axes else 1
+    return layout.axis(method.replica_axes[0]).size if method.replica_axes else 1
 
 
 Read = Callable[[str], NamedArray]
@@ -270,9 +271,9 @@ def set_up_run(run: RunDirectory, config: TrainConfig) -> Setup:
     keep_compiled(config.compilation_cache)
     tokens = load_tokenizer(run.path).vocabulary_size
     mesh = make_mesh(config.mesh, jax.devices()[: config.mesh.device_count])
-    layout = mapped_layout(mesh, config.mapping)
+    layout = mapped_layout(mesh, config.mapping, config.mesh.replicas_per_device)
     batch = config.batch
-    parts = batch.microbatches * layout.devices((BATCH,), layout.compute) * config.objective.rows_together
+    parts = batch.microbatches * layout.row_parts() * config.objective.rows_together
     chunks = 2 * layout.context if layout.context > 1 else 1
     rounded = {"size": multiple_of(parts, batch.size), "sequence_length": multiple_of(chunks, batch.sequence_length)}
     return set_up(replace(config, batch=replace(batch, **rounded)), tokens, mesh)
