@@ -24,7 +24,7 @@ demo:
 SUITE := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 test: lint
-	$(SUITE)
+	$(SUITE) --most-processor-minutes 32
 
 quick: lint
 	$(SUITE) -m "not slow"

@@ -11,9 +11,11 @@ from functools import cache
 from pathlib import Path
 from uuid import uuid4
 
+import hypothesis
 import pytest
 
 from gregale.storage import ObjectPath
+from tests.processor_time import OPTION, ProcessorTime
 from tests.stores import BUCKET, CREDENTIALS, s3_server
 
 FLAGS = (
@@ -43,6 +45,9 @@ os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 os.environ["JAX_COMPILATION_CACHE_INCLUDE_METADATA_IN_KEY"] = "1"
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 
+hypothesis.settings.register_profile("suite", deadline=None)  # no test asserts a time
+hypothesis.settings.load_profile("suite")
+
 GROWTH_BYTES = 1_500_000_000  # of a worker's memory, before it frees what it can
 TESTS = Path(__file__).parent
 # What takes long, whole programs and steps on many meshes above all. `make quick` leaves it out, and it is begun first,
@@ -61,8 +66,13 @@ SLOW = (
 )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(OPTION, type=float, help="fail if the tests take more, see tests/processor_time.py")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """The user's cache directory is one of the tests', here and in every process that they start."""
+    config.pluginmanager.register(ProcessorTime(TESTS, config.getoption(OPTION)))
     if signal.getsignal(signal.SIGTERM) == signal.SIG_IGN:  # a shell that inherits this cannot catch the signal
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ["XDG_CACHE_HOME"] = str(config.cache.mkdir("user_cache"))  # type: ignore[union-attr]

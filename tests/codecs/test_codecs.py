@@ -44,7 +44,7 @@ def test_leading_dimensions_are_a_batch_and_bfloat16_values_are_floats(name):
     np.testing.assert_array_equal(decoded[1, 1], round_trip(values[1, 1].astype(np.float32), codec))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(values=vectors(NUMBERS))
 def test_e3m0_errs_by_a_third(values):
     decoded = np.asarray(round_trip(values, codec_of("e3m0")))
@@ -56,7 +56,7 @@ def test_e3m0_errs_by_a_third(values):
 
 
 @pytest.mark.parametrize("name", BLOCK_BITS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(values=vectors(MODERATE))
 def test_no_value_changes_its_sign_and_none_grows_much(name, values):
     decoded = np.asarray(round_trip(values, codec_of(name)))
@@ -77,7 +77,7 @@ def test_rotation_keeps_the_error_of_normal_values_and_shrinks_it_for_heavy_tail
     assert error(heavy, hadamard=True) < 0.75 * error(heavy)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(values=vectors(MODERATE))
 def test_rotated_blocks_come_back(values):
     decoded = round_trip(values, codec_of("int8", hadamard=True))

@@ -28,6 +28,7 @@ MESHES = [(8, 1), (4, 2)]
 LEVELS = {"none": 2**20, "bfloat16": 256, "int8": 128, "int4": 8, "int2": 2, "e3m0": 2}
 FOUR_BITS = ReduceConfig(codec="int4", gather_codec="int4")
 TOPK = ReduceConfig(codec="topk", block=128)  # 2 values of a block, 1 or 2 of a shorter one
+LOAD = jax.jit(load)
 NO_FEEDBACK = ReduceConfig(codec="int4", gather_codec="int4", feedback=None)
 
 
@@ -95,7 +96,11 @@ def arrays(tree) -> dict[str, np.ndarray]:
 
 
 def errors(stored) -> dict[str, np.ndarray]:
-    return {path: np.asarray(load(type(one)(one.codes.array, one.scales.array))) for path, one in stored.items()}
+    return {path: loaded(type(one)(one.codes.array, one.scales.array)) for path, one in stored.items()}
+
+
+def loaded(stored) -> np.ndarray:
+    return np.asarray(LOAD(stored))
 
 
 def pieces(name: str, array: np.ndarray, replicas: int, data: int) -> np.ndarray:
@@ -244,7 +249,7 @@ def check_stored(stored, wanted):
     """An error is what is wanted, but for what 8 bits lose: `store` has the bound."""
     codes, scales = np.asarray(stored.codes.array), np.asarray(stored.scales.array, np.float32)
     blocks = wanted.reshape(*scales.shape, -1)
-    found = np.asarray(load(type(stored)(codes, stored.scales.array))).reshape(blocks.shape)
+    found = loaded(type(stored)(codes, stored.scales.array)).reshape(blocks.shape)
     assert (np.abs(found - blocks) <= 1.01 * 3 / 256 * np.abs(blocks).max(-1, keepdims=True)).all()
 
 

@@ -71,7 +71,7 @@ def slow_first_fit(lengths, window_rows):
     return rows
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(
     lengths=st.lists(st.one_of(st.sampled_from([1, 2, L, L + 1]), st.integers(1, L + 1)), min_size=1, max_size=60),
     window_rows=st.integers(1, 5),

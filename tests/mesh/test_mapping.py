@@ -126,7 +126,7 @@ WITHOUT_SUM = MappingConfig(
 def test_any_valid_mapping_computes_as_one_device(examples):
     numbers = count()
 
-    @settings(max_examples=examples, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(valid_mappings())
     @example((MeshConfig(context=2, data=2, model=2), WITHOUT_SUM))
     def check(drawn):

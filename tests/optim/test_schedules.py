@@ -55,7 +55,7 @@ def test_a_schedule_of_a_stage_counts_from_its_beginning_and_rises_from_a_rate()
     np.testing.assert_allclose([PEAK * config.fraction(t, STEPS) for t in range(STEPS)], expected, rtol=1e-12)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     kind=st.sampled_from([ConstantSchedule, LinearSchedule, CosineSchedule, WarmupStableDecaySchedule]),
     steps=st.integers(2, 200),

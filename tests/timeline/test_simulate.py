@@ -95,7 +95,7 @@ def cases(draw):
     return workload, METHODS[name].schedule(workload, cadence, METHODS[name].bytes_per_parameter()), ring
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(case=cases())
 def test_event_times_are_the_oracles(case):
     workload, transfers, ring = case

@@ -44,6 +44,13 @@ def one_expert(x: NamedArray, factors: jax.Array, gate: NamedArray, up: NamedArr
     return linear(NamedArray(hidden, ("row", "mlp")), down)
 
 
+@jax.jit
+def with_gradients(x: NamedArray, factors: jax.Array, weights: list[NamedArray], by: NamedArray):
+    """The output of `one_expert` and its gradients by each argument."""
+    right, derived = jax.vjp(one_expert, x, factors, *weights)
+    return right, derived(by)
+
+
 @pytest.mark.parametrize(("form", "embed", "width"), [("blocks", 24, 40), ("kernel", 256, 128)])
 def test_each_experts_products_are_those_of_its_linear_layers(form, embed, width, monkeypatch):
     """Experts without tokens, and NaN beyond the groups; the kernel's blocks have rows of several experts."""
@@ -64,15 +71,16 @@ def test_each_experts_products_are_those_of_its_linear_layers(form, embed, width
         inner = mlp.inner(rows, sizes, integers)
         return mlp.outer(inner, factors, sizes, integers), mlp.backward(rows, by_rows, inner, factors, sizes, integers)
 
-    out, (by_x, by_factors, gradients) = all_products(weights)
+    out, (by_x, by_factors, gradients) = jax.device_get(all_products(weights))
+    weights, rows, by_rows, factors = jax.device_get((weights, rows, by_rows, factors))
     for group, (end, size) in enumerate(zip(np.cumsum(SIZES), SIZES, strict=True)):
         own, found = slice(end - size, end), [each[group] for each in gradients]
         if size == 0:
             assert not any(np.any(each) for each in found)
             continue
         x, by = (NamedArray(each[own], ("row", "embed")) for each in (rows, by_rows))
-        right, derived = jax.vjp(one_expert, x, factors[own], *(each["experts", group] for each in weights))
-        by_own, by_factor, *by_weights = derived(by)
+        of_group = [NamedArray(each.array[group], each.axis_names[1:]) for each in weights]
+        right, (by_own, by_factor, *by_weights) = jax.device_get(with_gradients(x, factors[own], of_group, by))
         exact = [
             right.array,
             by_own.array,
