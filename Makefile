@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # $(call prepare,SET,STEPS): makes .venv, or mends it; quick if nothing is missing.
 prepare = python=$$(infra/find_python.sh "$(PYTHON)") && "$$python" infra/environment.py $(1) $(2)
 
-.PHONY: setup setup-dev demo test quick soak lint docs clean
+.PHONY: setup setup-dev demo test quick soak headline lint docs clean
 
 setup:
 	@$(call prepare,core,2)
@@ -33,6 +33,10 @@ quick: lint
 soak: setup-dev
 	$(SUITE) -m soak -o faulthandler_timeout=7200
 	$(BIN)/python -m benchmarks.faults --soak 20
+
+# OpenDiLoCo's table at the size of a processor: one replica, eight with PSDP and with DiLoCo in ten minutes, then others.
+headline: setup-dev
+	$(BIN)/python -m benchmarks.losses runs/headline headline_8 --seeds 1
 
 lint: setup-dev
 	$(BIN)/ruff check .

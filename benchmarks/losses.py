@@ -6,11 +6,12 @@
     python benchmarks/losses.py RUNS matmul_10m [--seeds 1]     # and in one of 10 million parameters: 1,000 steps
     python benchmarks/losses.py RUNS experts [--seeds 1 2 3]    # MLPs and experts with the same active parameters
     python benchmarks/losses.py RUNS moments [--seeds 1 2 3]    # the state of AdamW and Muon in float32 and bfloat16
-    python benchmarks/losses.py RUNS sparse_8 [--seeds 1 2 3]   # OpenDiLoCo's table at this size, and topk; also 2, 4
+    python benchmarks/losses.py RUNS headline_8 [--seeds 1 2 3] # OpenDiLoCo's table at this size, and more; also 2, 4
 
-Each run is `gregale train config/diloco_small.yaml` with a smaller model, or `config/quickstart.yaml`: the same tokens
-in the same order. The rates of `methods` are those that a search on seed 0 found (docs/diloco.md). Runs are kept in
-RUNS: a second call continues. `--figure` draws the gaps of the training loss with matplotlib.
+Each run is `gregale train config/diloco_small.yaml` with a smaller model, or another configuration: the same tokens in
+the same order. The rates of `methods` are those that a search on seed 0 found (docs/diloco.md). Runs are kept in
+RUNS: a second call continues. `--figure` draws the gaps of the training loss with matplotlib, of `headline_*` the held-out
+loss against the bytes that a replica sends.
 """
 
 from __future__ import annotations
@@ -37,10 +38,12 @@ from gregale.runs.run_directory import RunDirectory
 CONFIG = Path(__file__).parent.parent / "config"
 COMMON = ("--evaluation.every=null", "--checkpoint.every=100000")
 LAST_STEPS = 50  # whose training loss is averaged
-SPARSE = {f"sparse_{replicas}": replicas for replicas in (2, 4, 8)}
-FILES: dict[str, str] = dict.fromkeys(("methods", "codecs", "moments", *SPARSE), "diloco_small.yaml") | dict.fromkeys(
-    ("matmul", "matmul_10m", "experts"), "quickstart.yaml"
-)
+HEADLINE = {f"headline_{replicas}": replicas for replicas in (2, 4, 8)}
+FILES = {
+    **dict.fromkeys(("methods", "codecs", "moments"), "diloco_small.yaml"),
+    **dict.fromkeys(("matmul", "matmul_10m", "experts"), "quickstart.yaml"),
+    **dict.fromkeys(HEADLINE, "opendiloco.yaml"),
+}
 SMALL = (
     "--log_every=10"
     " --steps=400 --model.layers=2 --model.hidden=64 --model.heads=4 --model.mlp=192 --batch.size=16"
@@ -53,10 +56,8 @@ SIZES = {
     "codecs": SMALL,
     "moments": SMALL,
     **{
-        name: f"--log_every=10 --steps=3000 --cpu_devices={replicas} --mesh.replica={replicas}"
-        f" --batch.size={8 * replicas} --batch.sequence_length=64 --evaluation.batches=128"
-        " --model.layers=2 --model.hidden=64 --model.heads=4 --model.mlp=192"
-        for name, replicas in SPARSE.items()
+        name: f"--log_every=10 --mesh.replicas_per_device={replicas} --batch.size={8 * replicas}"
+        for name, replicas in HEADLINE.items()
     },
     "matmul": "--log_every=1 --samples.prompts=[] --evaluation.bigram=false --evaluation.batches=64",
     "experts": "--log_every=10 --inspect.every=100 --samples.prompts=[] --evaluation.bigram=false"
@@ -135,17 +136,26 @@ def of_moments() -> Iterable[Setting]:
             yield Setting(f"{name}, {moments}", reference, PsdpConfig(), replace(optimizer, moments=moments))
 
 
-def of_sparse(replicas: int) -> Iterable[Setting]:
+def of_headline(replicas: int) -> Iterable[Setting]:
     optimizer, outer = AdamWConfig(learning_rate=3e-3), DilocoConfig(period=30, warmup_steps=800)
-    sparse, reference = replace(outer, outer=SPARSE_OUTER), f"{replicas} replicas, DiLoCo"
-    yield Setting(reference, reference, outer, optimizer)
-    for second in ("topk", "none"):  # with an exact second phase all get the values that one phase to all would give
-        reduce = ReduceConfig(codec="topk", gather_codec=second)
-        yield Setting(f"{replicas} replicas, DiLoCo, topk and {second}", reference, sparse, optimizer, reduce)
-    yield Setting(f"{replicas} replicas, PSDP", reference, PsdpConfig(), optimizer)
-    four_bits = ReduceConfig(codec="int4", gather_codec="int4")
-    yield Setting(f"{replicas} replicas, DiLoCo, int4", reference, outer, optimizer, four_bits)
-    yield Setting(f"{replicas} replicas, DiLoCo of plain averages", reference, sparse, optimizer)
+    streaming, sparse = (
+        StreamingDilocoConfig(period=30, fragments=3, warmup_steps=800),
+        replace(outer, outer=SPARSE_OUTER),
+    )
+    rows: dict[str, tuple[SyncConfig, OptimizerConfig, str]] = {
+        "PSDP": (PsdpConfig(), optimizer, "none"),
+        "DiLoCo": (outer, optimizer, "none"),
+        "Streaming DiLoCo": (streaming, optimizer, "none"),
+        "DiLoCo, int4": (outer, optimizer, "int4"),
+        "DiLoCo, topk": (sparse, optimizer, "topk"),
+        "DiLoCo of plain averages": (sparse, optimizer, "none"),
+        "DiLoCo, Muon": (outer, MuonConfig(learning_rate=0.016), "none"),
+    }
+    of, reference = f"{replicas} replicas, ", f"{replicas} replicas, DiLoCo"
+    alone = ("--mesh.replicas_per_device=1", "--batch.size=8")
+    yield Setting("one replica", reference, PsdpConfig(), optimizer, options=alone)
+    for name, (sync, inner, codec) in rows.items():
+        yield Setting(of + name, reference, sync, inner, ReduceConfig(codec=codec, gather_codec=codec))
 
 
 def of_matmul(rate: float) -> Iterable[Setting]:
@@ -170,7 +180,7 @@ TABLES = {
     "methods": of_methods,
     "codecs": of_codecs,
     "moments": of_moments,
-    **{name: partial(of_sparse, replicas) for name, replicas in SPARSE.items()},
+    **{name: partial(of_headline, replicas) for name, replicas in HEADLINE.items()},
     "matmul": partial(of_matmul, 4e-3),
     "matmul_10m": partial(of_matmul, 1e-3),
 }
@@ -207,9 +217,9 @@ def final(setting: Setting, size: str, seed: int, runs: Path) -> Result:
 
 
 def table(results: dict[Setting, list[Result]]) -> Iterable[str]:
-    """Markdown: loss, the gaps to the reference of the same seed, and how many times fewer bytes than the first row."""
+    """Markdown: loss, the gaps to the reference of the same seed, and how many times fewer bytes than the row with most."""
     by_label = {setting.label: found for setting, found in results.items()}
-    most = next(iter(results.values()))[0].sent
+    most = max(found[0].sent for found in results.values())
 
     def gap(found: list[Result], reference: list[Result], name: str) -> str:
         gaps = [getattr(mine, name) - getattr(other, name) for mine, other in zip(found, reference, strict=True)]
@@ -225,14 +235,38 @@ def table(results: dict[Setting, list[Result]]) -> Iterable[str]:
         yield f"| {setting.label} | {loss:.4f} | {' | '.join(gaps)} | {fewer} |"
 
 
-def draw(results: dict[Setting, list[Result]], seeds: list[int], path: Path) -> None:
-    """Draw the gaps of the training loss to the reference of the same seed, means of `LAST_STEPS` logged steps."""
-    import matplotlib.pyplot as plt  # late, because only the figure needs it
+def draw_by_bytes(results: dict[Setting, list[Result]], path: Path) -> None:
+    """Draw the held-out loss of each run against the bytes that a device of a replica sent; a point for each seed."""
+    figure, axes = new_figure()
+    for setting, found in results.items():
+        sent = [each.sent / 1e6 for each in found]
+        if not all(sent):
+            loss = np.mean([each.held_out for each in found])
+            axes.axhline(loss, color="#808080", linewidth=0.8)
+            axes.annotate(setting.label, (1, loss), xycoords=("axes fraction", "data"), ha="right", va="bottom")
+            continue
+        (line,) = axes.plot(sent, [each.held_out for each in found], "o", markersize=4, alpha=0.8)
+        best = min(each.held_out for each in found)
+        label = setting.label.partition(", ")[2]
+        axes.annotate(label, (sent[0], best), (6, -3), textcoords="offset points", color=line.get_color())
+    axes.set(xscale="log", xlabel="megabytes that a replica sends", ylabel="held-out loss, nats a token")
+    axes.margins(x=0.25)
+    axes.grid(alpha=0.3)
+    figure.savefig(path, transparent=True, metadata={"Date": None})
+
+
+def new_figure():
+    import matplotlib.pyplot as plt  # late, because only figures need it
 
     grey = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
     plt.rcParams.update(dict.fromkeys(grey, "#808080"))
     plt.rcParams["svg.fonttype"] = "none"  # text stays text
-    figure, axes = plt.subplots(figsize=(7, 3), layout="constrained")
+    return plt.subplots(figsize=(7, 3.5), layout="constrained")
+
+
+def draw(results: dict[Setting, list[Result]], seeds: list[int], path: Path) -> None:
+    """Draw the gaps of the training loss to the reference of the same seed, means of `LAST_STEPS` logged steps."""
+    figure, axes = new_figure()
     by_label = {setting.label: found for setting, found in results.items()}
     window = np.full(LAST_STEPS, 1 / LAST_STEPS)
     compared = [setting for setting in results if setting.label != setting.reference]
@@ -260,9 +294,14 @@ def main() -> None:
     options = parser.parse_args()
     keep_memory()
     settings = list(TABLES[options.table]())
-    found = {each: [final(each, options.table, seed, options.runs) for seed in options.seeds] for each in settings}
+    found: dict[Setting, list[Result]] = {}
+    for each in settings:
+        found[each] = [final(each, options.table, seed, options.runs) for seed in options.seeds]
+        print(f"{each.label}: held-out loss {np.mean([one.held_out for one in found[each]]):.4f}", flush=True)
     print("\n".join(table(found)))
-    if options.figure:
+    if options.figure and options.table in HEADLINE:
+        draw_by_bytes(found, options.figure)
+    elif options.figure:
         draw(found, options.seeds, options.figure)
 
 

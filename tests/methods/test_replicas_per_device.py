@@ -54,6 +54,8 @@ def test_eight_replicas_make_the_same_steps_on_fewer_devices(name, devices):
     figures, arrays = trained(name, devices)
     expected, of_devices = trained(name, REPLICAS)
     np.testing.assert_allclose(figures, expected, rtol=2e-5)
+    sent = [method_on(layout_on(each), name).bytes_sent(8) for each in (devices, REPLICAS)]
+    assert sent[0] == sent[1] > 0, "of each replica, as on a device of its own"
     differing = size = 0
     for array, other in zip(arrays, of_devices, strict=True):
         found, wanted = np.asarray(array, np.float32), np.asarray(other, np.float32)

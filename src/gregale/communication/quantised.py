@@ -398,38 +398,45 @@ class QuantisedReducer:
     def bytes_sent(self, tree: Tree) -> int:
         """Return the bytes that a device sends over `axis` to reduce and gather a tree, without totals and norm.
 
+        Replicas that share a device count as if each had its own.
+
         - `tree`: arrays without the axis, or their abstract forms
         """
-        return self.reduce_bytes(tree) + self.gather_bytes(tree)
+        return self._share(sum(self._phases(tree)) + self._messages_to_gather(tree))
 
     def reduce_bytes(self, tree: Tree) -> int:
         """Return the part of `bytes_sent` that `reduce` sends."""
-        leaves = leaves_of(tree, self.layout, self.axis, replicated=False)
-        arrays, config = [leaf for leaf in leaves if not leaf.exact], self.config
-        first = self._to_others(config.first_codec(), arrays)
-        second = self._to_others(config.second_codec(), [leaf for leaf in arrays if leaf.split is None])
-        scalars = (self.lanes - self.per_device) * EXACT.message_bytes(len(leaves) - len(arrays))
-        flags = self._flags((config.codec, first), (config.second, second))
-        return self.per_device * first + second + scalars + flags  # each replica of a device sends its own first
+        return self._share(sum(self._phases(tree)))
 
     def gather_bytes(self, tree: Tree) -> int:
         """Return the part of `bytes_sent` that `all_gather_params` sends."""
+        return self._share(self._messages_to_gather(tree))
+
+    def _share(self, size: int) -> int:
+        return (self.lanes - 1) * size // self.lanes
+
+    def _phases(self, tree: Tree) -> tuple[int, ...]:
+        """Return the bytes of all lanes' messages of `reduce`: both phases, scalars, and flags of finiteness."""
         leaves = leaves_of(tree, self.layout, self.axis, replicated=False)
-        second = self._to_others(self.config.second_codec(), [leaf for leaf in leaves if leaf.split is not None])
+        arrays, config = [leaf for leaf in leaves if not leaf.exact], self.config
+        first = self._message_bytes(config.first_codec(), arrays)
+        second = self._message_bytes(config.second_codec(), [leaf for leaf in arrays if leaf.split is None])
+        scalars = self.lanes * EXACT.message_bytes(len(leaves) - len(arrays))
+        return first, second, scalars, self._flags((config.codec, first), (config.second, second))
+
+    def _messages_to_gather(self, tree: Tree) -> int:
+        """Return the bytes of all lanes' messages of `all_gather_params`, with their flags of finiteness."""
+        leaves = leaves_of(tree, self.layout, self.axis, replicated=False)
+        second = self._message_bytes(self.config.second_codec(), [leaf for leaf in leaves if leaf.split is not None])
         return second + self._flags((self.config.second, second))
 
     def _flags(self, *phases: tuple[str, int]) -> int:
-        """Return the bytes of flags of finiteness, one of a device in a phase (codec, bytes) with feedback."""
+        """Return the bytes of flags of finiteness, one of each lane in a phase (codec, bytes) with feedback."""
         own = self.config.feedback is not None
-        return (self.lanes // self.per_device - 1) * sum(own and codec != "none" and sent > 0 for codec, sent in phases)
+        return self.lanes * sum(own and codec != "none" and sent > 0 for codec, sent in phases)
 
-    def _to_others(self, codec: Codec, leaves: list[ShardedLeaf]) -> int:
-        """Return the bytes of one message for, or of, each replica on another device."""
-        return (self.lanes - self.per_device) * sum(codec.message_bytes(leaf.piece_size) for leaf in leaves)
-
-    @property
-    def per_device(self) -> int:
-        return self.layout.per_device(self.axis)
+    def _message_bytes(self, codec: Codec, leaves: list[ShardedLeaf]) -> int:
+        return self.lanes * sum(codec.message_bytes(leaf.piece_size) for leaf in leaves)
 
     @property
     def lanes(self) -> int:

@@ -63,7 +63,7 @@ class ExactReducer:
     def bytes_sent(self, tree: Tree) -> int:
         """Return the bytes that a device sends over `axis` to reduce and gather a tree, without totals and norm.
 
-        2 (n - 1) / n of its float32 shard, on n replicas.
+        2 (n - 1) / n of its float32 shard, on n replicas. Replicas that share a device count as if each had its own.
 
         - `tree`: named or plain arrays without the axis, or their abstract forms
         """
@@ -79,8 +79,8 @@ class ExactReducer:
         return self._share(self._shards(tree)[0])
 
     def _share(self, size: int) -> int:
-        n, each = self.layout.axis(self.axis).size, self.layout.per_device(self.axis)
-        return (n - each) * size // n
+        n = self.layout.axis(self.axis).size
+        return (n - 1) * size // n
 
     def _shards(self, tree: Tree) -> tuple[int, int]:
         """Return the bytes of a device's float32 shards without the axis: of arrays that it splits, and of others."""
