@@ -10,8 +10,8 @@
 
 Each run is `gregale train config/diloco_small.yaml` with a smaller model, or another configuration: the same tokens in
 the same order. The rates of `methods` are those that a search on seed 0 found (docs/diloco.md). Runs are kept in
-RUNS: a second call continues. `--figure` draws the gaps of the training loss with matplotlib, of `headline_*` the held-out
-loss against the bytes that a replica sends.
+RUNS: a second call continues. `--figure` draws the gaps of the training loss with matplotlib, and of `headline_*` the
+held-out loss against the bytes that a replica sends.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def final(setting: Setting, size: str, seed: int, runs: Path) -> Result:
 
 
 def table(results: dict[Setting, list[Result]]) -> Iterable[str]:
-    """Markdown: loss, the gaps to the reference of the same seed, and how many times fewer bytes than the row with most."""
+    """Markdown: loss, gaps to the reference of the same seed, and how many times fewer bytes than the most of a row."""
     by_label = {setting.label: found for setting, found in results.items()}
     most = max(found[0].sent for found in results.values())
 
