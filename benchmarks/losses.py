@@ -7,6 +7,7 @@
     python benchmarks/losses.py RUNS experts [--seeds 1 2 3]    # MLPs and experts with the same active parameters
     python benchmarks/losses.py RUNS moments [--seeds 1 2 3]    # the state of AdamW and Muon in float32 and bfloat16
     python benchmarks/losses.py RUNS headline_8 [--seeds 1 2 3] # OpenDiLoCo's table at this size, and more; also 2, 4
+    python benchmarks/losses.py RUNS headline_gpu [--seeds 1]   # PSDP, DiLoCo and topk on one GPU, ten minutes
 
 Each run is `gregale train config/diloco_small.yaml` with a smaller model, or another configuration: the same tokens in
 the same order. The rates of `methods` are those that a search on seed 0 found (docs/diloco.md). Runs are kept in
@@ -39,10 +40,11 @@ CONFIG = Path(__file__).parent.parent / "config"
 COMMON = ("--evaluation.every=null", "--checkpoint.every=100000")
 LAST_STEPS = 50  # whose training loss is averaged
 HEADLINE = {f"headline_{replicas}": replicas for replicas in (2, 4, 8)}
+GPU = "headline_gpu"
 FILES = {
     **dict.fromkeys(("methods", "codecs", "moments"), "diloco_small.yaml"),
     **dict.fromkeys(("matmul", "matmul_10m", "experts"), "quickstart.yaml"),
-    **dict.fromkeys(HEADLINE, "opendiloco.yaml"),
+    **dict.fromkeys((*HEADLINE, GPU), "opendiloco.yaml"),
 }
 SMALL = (
     "--log_every=10"
@@ -59,6 +61,9 @@ SIZES = {
         name: f"--log_every=10 --mesh.replicas_per_device={replicas} --batch.size={8 * replicas}"
         for name, replicas in HEADLINE.items()
     },
+    GPU: "--log_every=10 --cpu_devices=null --compute.dtype=bfloat16 --steps=1500 --model.layers=12"
+    " --model.hidden=512 --model.heads=8 --model.mlp=1536 --batch.size=64 --batch.sequence_length=512"
+    " --optimizer.learning_rate=1e-3",
     "matmul": "--log_every=1 --samples.prompts=[] --evaluation.bigram=false --evaluation.batches=64",
     "experts": "--log_every=10 --inspect.every=100 --samples.prompts=[] --evaluation.bigram=false"
     " --evaluation.batches=128 --steps=1200 --cpu_devices=2 --mesh.data=1 --mesh.model=1 --model.layers=2"
@@ -158,6 +163,15 @@ def of_headline(replicas: int) -> Iterable[Setting]:
         yield Setting(of + name, reference, sync, inner, ReduceConfig(codec=codec, gather_codec=codec))
 
 
+def of_gpu() -> Iterable[Setting]:
+    """Eight replicas of 51 million parameters, which share the device."""
+    kept = ("PSDP", "DiLoCo", "DiLoCo, topk")
+    for setting in of_headline(8):
+        if setting.label.removeprefix("8 replicas, ") in kept:
+            sync = setting.sync if isinstance(setting.sync, PsdpConfig) else replace(setting.sync, warmup_steps=300)
+            yield replace(setting, sync=sync, optimizer=AdamWConfig(learning_rate=1e-3))
+
+
 def of_matmul(rate: float) -> Iterable[Setting]:
     for name, options in {"float32": (), "int8": ("--compute.matmul=int8",)}.items():
         yield Setting(name, "float32", PsdpConfig(), AdamWConfig(learning_rate=rate), options=options)
@@ -181,18 +195,20 @@ TABLES = {
     "codecs": of_codecs,
     "moments": of_moments,
     **{name: partial(of_headline, replicas) for name, replicas in HEADLINE.items()},
+    GPU: of_gpu,
     "matmul": partial(of_matmul, 4e-3),
     "matmul_10m": partial(of_matmul, 1e-3),
 }
 
 
 class Result(NamedTuple):
-    """Losses at the end of a run (held-out text, training's last steps), bytes over `replica`, and training losses."""
+    """Losses at the end of a run (held-out text, training's last steps), bytes over `replica`, losses, and speed."""
 
     held_out: float
     training: float
     sent: int
-    by_step: dict[int, float]
+    by_step: dict[int, float]  # training losses
+    speed: float  # median tokens a second
 
 
 def final(setting: Setting, size: str, seed: int, runs: Path) -> Result:
@@ -212,8 +228,9 @@ def final(setting: Setting, size: str, seed: int, runs: Path) -> Result:
     rows = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
     last = {key: value for row in rows if row["step"] == config.steps for key, value in row.items()}
     by_step = {row["step"]: row["loss"] for row in rows if "loss" in row}
+    speed = float(np.median([row["tokens_per_second"] for row in rows if "tokens_per_second" in row]))
     training = [loss for step, loss in by_step.items() if step > config.steps - LAST_STEPS]
-    return Result(last["eval_loss"], float(np.mean(training)), last["replica_bytes"], by_step)
+    return Result(last["eval_loss"], float(np.mean(training)), last["replica_bytes"], by_step, speed)
 
 
 def table(results: dict[Setting, list[Result]]) -> Iterable[str]:
@@ -225,14 +242,15 @@ def table(results: dict[Setting, list[Result]]) -> Iterable[str]:
         gaps = [getattr(mine, name) - getattr(other, name) for mine, other in zip(found, reference, strict=True)]
         return f"{np.mean(gaps):+.4f} ({', '.join(f'{each:+.4f}' for each in gaps)})"
 
-    yield "| run | held-out loss, nats | gap to its reference (each seed) | of training | fewer bytes |"
-    yield "|---|---|---|---|---|"
+    yield "| run | held-out loss, nats | gap to its reference (each seed) | of training | fewer bytes | tokens/s |"
+    yield "|---|---|---|---|---|---|"
     for setting, found in results.items():
         is_reference, reference = setting.label == setting.reference, by_label[setting.reference]
         gaps = ["" if is_reference else gap(found, reference, name) for name in ("held_out", "training")]
         loss = np.mean([each.held_out for each in found])
         fewer = f"{most / found[0].sent:.1f}" if found[0].sent else ""
-        yield f"| {setting.label} | {loss:.4f} | {' | '.join(gaps)} | {fewer} |"
+        speed = np.mean([each.speed for each in found])
+        yield f"| {setting.label} | {loss:.4f} | {' | '.join(gaps)} | {fewer} | {speed:,.0f} |"
 
 
 def draw_by_bytes(results: dict[Setting, list[Result]], path: Path) -> None:

@@ -110,6 +110,13 @@ CASES = {
     "lion": (LionConfig(**SETTINGS), clipped(optax.lion(SCHEDULE, b1=0.9, b2=0.99, weight_decay=0.2, mask=MASK))),
     "sgd": (SgdConfig(**SETTINGS | {"weight_decay": 0.0}, momentum=0.0), clipped(optax.sgd(SCHEDULE))),
     "sgd, nesterov, decay": (SgdConfig(**SETTINGS | NESTEROV), clipped(optax.trace(0.9, nesterov=True), *DECAY)),
+    "sgd, momentum that rises": (
+        SgdConfig(**SETTINGS | NESTEROV, momentum_warmup=3),
+        clipped(
+            optax.inject_hyperparams(optax.trace)(decay=lambda step: 0.9 * jnp.minimum(1, step / 3), nesterov=True),
+            *DECAY,
+        ),
+    ),
     "the outer optimizer of DiLoCo": (
         SgdConfig(learning_rate=0.7, schedule=ConstantSchedule(), clip_norm=None, **NESTEROV),
         optax.sgd(0.7, **NESTEROV),

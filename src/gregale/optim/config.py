@@ -11,13 +11,13 @@ import numpy as np
 import optax
 from haliax import NamedArray
 
-from gregale.axes.layout import EMBED, EXPERTS, LORA_RANK, Layout, is_layers, is_named
+from gregale.axes.layout import EMBED, EXPERTS, LORA_RANK, Layout, Tree, is_layers, is_named
 from gregale.axes.parameters import has_name, layers_axis, names_of_arrays, trainable
 from gregale.errors import KeyedError, below
 from gregale.model.parametrisation import Scaling
 from gregale.optim.moments import MOMENTS, kept_in
 from gregale.optim.schedules import CosineSchedule, ScheduleConfig
-from gregale.settings import DECAY, Fixed, Range, Settings, above, at_least, restated, setting
+from gregale.settings import DECAY, Fixed, Range, Settings, above, at_least, restated, setting, whole
 
 SHOWN = 4  # names in a message
 
@@ -416,6 +416,39 @@ class SgdConfig(OptimizerConfig):
         fixed=Fixed("with 0 no momentum is kept, so there is none to go on with, or one too many", at=0),
     )
     nesterov: bool = setting(False, "look one step ahead along the momentum")
+    momentum_warmup: int = setting(0, "steps over which the decay of the momentum rises from 0", range=whole(0))
 
     def direction(self) -> optax.GradientTransformation:
+        if self.momentum and self.momentum_warmup:
+            return rising_trace(self.momentum, self.nesterov, self.momentum_warmup)
         return optax.trace(self.momentum, self.nesterov) if self.momentum else optax.identity()
+
+
+class RisingTrace(NamedTuple):
+    """The state of `rising_trace`."""
+
+    count: jax.Array  # int32 []: steps so far
+    trace: Tree  # m, like the gradients
+
+
+def rising_trace(decay: float, nesterov: bool, steps: int) -> optax.GradientTransformation:
+    """Return momentum whose decay rises linearly from 0 in the first step to `decay` after `steps` of them.
+
+    d_t = decay min(1, t / steps), t from 0        m = d_t m + g        direction = m, or g + d_t m (Nesterov)
+    """
+
+    def init(params: Tree) -> RisingTrace:
+        return RisingTrace(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params))
+
+    def update(gradients: Tree, state: RisingTrace, params: Tree = None) -> tuple[Tree, RisingTrace]:
+        del params
+        now = decay * jnp.minimum(1, state.count / steps)
+
+        def added(m: jax.Array, g: jax.Array) -> jax.Array:
+            return now.astype(g.dtype) * m + g
+
+        trace = jax.tree.map(added, state.trace, gradients)
+        direction = jax.tree.map(added, trace, gradients) if nesterov else trace
+        return direction, RisingTrace(optax.safe_increment(state.count), trace)
+
+    return optax.GradientTransformation(init, update)

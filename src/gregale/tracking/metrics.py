@@ -116,6 +116,7 @@ METRICS = (
     Metric("perplexity.<task>", "", "of a task's answers", EVALUATION, _TASKS),
     Metric("<figure>_stderr.<task>", "", "standard error of each of these", EVALUATION, _TASKS),
     Metric("quantisation_error", "", "what a message lacks, relative to its values", EVALUATION, "`reduce.measure`"),
+    Metric("energy_sent", "", "share of the values' squares that a message has", EVALUATION, "`reduce.measure`"),
     Metric("feedback_norm", "", "norm of what error feedback keeps", EVALUATION, "`reduce.measure`"),
 )
 
@@ -182,6 +183,7 @@ CHARTS = (
     Chart("Optimisation", "Agreement of the replicas", r"outer_grad_cosine", ""),
     Chart("Optimisation", "Skipped steps", r"skipped", "", stairs=True),
     Chart("Optimisation", "Lost to quantisation", r"quantisation_error", ""),
+    Chart("Optimisation", "Share of the energy sent", r"energy_sent", ""),
     Chart("Optimisation", "Kept by error feedback", r"feedback_norm", ""),
     Chart("Layers", "Norm of the parameters", r"parameter_norm(/.+)?", ""),
     Chart("Layers", "Norm of the gradients", r"grad_norm/.+", ""),

@@ -442,8 +442,9 @@ class QuantisationFigures:
         )
 
     def __call__(self, state: TrainState) -> dict[str, float]:
-        """Return `quantisation_error`, relative to the values, and `feedback_norm`, the norm of the kept error."""
+        """Return `quantisation_error`, relative to the values, `energy_sent`, 1 - its square, and `feedback_norm`."""
         with closing(GlobalBatches(self._held_out, self._setup.batch_axes, self._setup.layout)) as batches:
             batch = {key: array for key, array in next(iter(batches)).items() if key != MORE_BYTES}
             lost = self._lost(state.frozen, state.method, batch)
-        return {"quantisation_error": float(lost.relative_error), "feedback_norm": float(lost.error_norm)}
+        error = float(lost.relative_error)
+        return {"quantisation_error": error, "energy_sent": 1 - error**2, "feedback_norm": float(lost.error_norm)}
