@@ -105,7 +105,7 @@ MEANT = {
         "logger": "trackers",
         "period": "sync.period",
         **dict.fromkeys(
-            ("dropout", "foo", "device", "epochs", "x", "loss", "every", "type", "alpha", "interval", "wandb", "remat"),
+            ("dropout", "foo", "device", "x", "loss", "every", "type", "alpha", "interval", "remat"),
             "",
         ),
     },

@@ -108,10 +108,10 @@ class CheckpointConfig(Settings):
         1000,
         "between checkpoints: steps, or a time (15m)",
         range=whole(1),
-        aliases=("save_steps", "checkpoint_every", "ckpt_interval", "interval"),
+        aliases=("checkpoint_every", "ckpt_interval", "interval"),
     )
     keep_last: int = setting(
-        3, "Number of newest checkpoints to keep.", range=whole(1), aliases=("save_total_limit", "max_to_keep", "keep")
+        3, "Number of newest checkpoints to keep.", range=whole(1), aliases=("max_to_keep", "keep")
     )
     keep_every: int | None = setting(None, "Keep multiples of this many steps for ever.", range=whole(1))
 

@@ -41,6 +41,17 @@ class Program:
         return getattr(import_module(self.module), self.name)
 
 
+NAMES_ELSEWHERE = {  # of commands in other projects
+    "chat": "sample --chat",
+    "generate": "sample",
+    "pretrain": "train",
+    "finetune": "train",
+    "fit": "train",
+    "evaluate": "eval",
+    "convert": "import",
+    "merge": "export",
+    "init": "new",
+}
 PROGRAMS = {
     "new": Program("gregale.programs.new", "write a starter configuration"),
     "train": Program("gregale.programs.train.command", "train a language model from a YAML file; run again to resume"),
@@ -181,7 +192,7 @@ def _dispatch(arguments: list[str], programs: Mapping[str, Program]) -> Callable
         _import_plugins(rest)
         name, rest = split_name(arguments, programs)
     if name not in programs:
-        near = get_close_matches(name, programs, n=1)
+        near = [NAMES_ELSEWHERE[name]] if name in NAMES_ELSEWHERE else get_close_matches(name, programs, n=1)
         hint = f" Did you mean `{near[0]}`?" if near else ""
         raise UserError(f"there is no command `{name}`.{hint} Commands: {', '.join(programs)}.")
     program = programs[name]

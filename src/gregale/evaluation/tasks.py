@@ -24,6 +24,7 @@ import csv
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import PurePath
@@ -501,6 +502,8 @@ def read_tasks(patterns: Sequence[str]) -> list[Task]:
 def matching(pattern: str) -> list[str]:
     found = list(files_matching(pattern, "tasks"))
     if not found:
+        if pattern in PUBLISHED:
+            raise UserError(f"tasks: {pattern} is a published task; name its files too: --tasks {pattern}:FILES.")
         pattern = expand(pattern, "tasks")
         raise UserError(f"tasks: no file matches {pattern}. Patterns may use *, ? and **; check the folder.")
     return found
@@ -514,9 +517,22 @@ def read_task(path: str) -> Task:
         form = form_of(*lines.pop(0))
     if not lines:
         raise UserError(f"{path}: no question is in it. A line is for example {EXAMPLE}")
+    if "context" not in lines[0][1] and (names := published_as(lines[0][1])):
+        raise UserError(f"{path} has the keys of {' or '.join(names)}; give --tasks {names[0]}:{path}.")
     read = KINDS[form.kind].read
     questions = tuple(read(line, form, location) for location, line in lines)
     return Task(PurePath(path).name.removesuffix(".jsonl"), form.kind, questions, path, form)
+
+
+def published_as(row: Row) -> list[str]:
+    """Return the published tasks that have a row with these keys."""
+
+    def has(published: Published) -> bool:
+        with suppress(LookupError, TypeError, ValueError, AttributeError, UserError):
+            return bool(published.line(row))
+        return False
+
+    return [name for name, published in PUBLISHED.items() if published.rows is objects and has(published)]
 
 
 def published_task(name: str, pattern: str) -> Task:

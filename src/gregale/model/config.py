@@ -254,7 +254,7 @@ class ComputeConfig(Settings):
         "auto",
         "attention; auto: the fastest that fits",
         choices=ATTENTION,
-        aliases=("attn_implementation", "flash_attention", "attention_backend", "attn", "model.attention"),
+        aliases=("attn_implementation", "attention_backend", "attn", "model.attention"),
     )
     loss_block: int = setting(1024, "tokens whose logits are held at a time", range=whole(1))
     compiler_options: CompilerOptions = setting(dict, "XLA's own options")
@@ -754,10 +754,8 @@ class AdapterConfig(Settings, draccus.ChoiceRegistry):
 class LoraConfig(AdapterConfig):
     """LoRA (arXiv 2106.09685): y = x W + scale * (x A) B, where W is frozen, A is drawn and B is zero at the start."""
 
-    rank: int = setting(16, "width of x A", range=whole(1), aliases=("r", "lora_r"), fixed=SHAPE, by_topic=True)
-    alpha: float = setting(
-        32.0, "scale times rank, or its root", range=above(0), aliases=("lora_alpha",), fixed=MEANING, by_topic=True
-    )
+    rank: int = setting(16, "width of x A", range=whole(1), aliases=("r",), fixed=SHAPE, by_topic=True)
+    alpha: float = setting(32.0, "scale times rank, or its root", range=above(0), fixed=MEANING, by_topic=True)
     scaling: str = setting(
         "standard",
         "scale is alpha / rank, or alpha / sqrt(rank) (arXiv 2312.03732)",
@@ -766,15 +764,20 @@ class LoraConfig(AdapterConfig):
         fixed=MEANING,
         by_topic=True,
     )
-    dropout: float = setting(
-        0.0, "share of x that A does not see", range=Range(0, 1, below=True), aliases=("lora_dropout",), by_topic=True
-    )
+    dropout: float = setting(0.0, "share of x that A does not see", range=Range(0, 1, below=True), by_topic=True)
     targets: tuple[str, ...] = setting(
         ("query", "value"),
         "projections with an adapter",
         choices=(*TARGETS, *EXPERT_TARGETS),
         unique=True,
         aliases=("target_modules",),
+        elsewhere={
+            **{f"{name}_proj": name for name in ("gate", "up", "down")},
+            "q_proj": "query",
+            "k_proj": "key",
+            "v_proj": "value",
+            "o_proj": "out",
+        },
         fixed=SHAPE,
         by_topic=True,
     )
@@ -782,7 +785,7 @@ class LoraConfig(AdapterConfig):
         "dtype",
         "frozen projections: in compute.dtype, or in blocks of 64 values in 8 or 4 bits (QLoRA, arXiv 2305.14314)",
         choices=BASES,
-        aliases=("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type"),
+        aliases=("bnb_4bit_quant_type",),
         fixed=MEANING,
         by_topic=True,
     )

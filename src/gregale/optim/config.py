@@ -257,9 +257,7 @@ class OptimizerConfig(Settings, draccus.ChoiceRegistry):
     learning_rate: float = setting(
         1e-3, "peak learning rate", range=at_least(0), aliases=("lr", "peak_lr", "max_lr", "step_size", "outer_lr")
     )
-    schedule: ScheduleConfig = setting(
-        CosineSchedule(), "how the learning rate moves", aliases=("scheduler", "lr_scheduler", "lr_scheduler_type")
-    )
+    schedule: ScheduleConfig = setting(CosineSchedule(), "how the learning rate moves", aliases=("scheduler",))
     weight_decay: float = setting(
         0.0, "weight decay, times the learning rate", range=at_least(0), aliases=("wd", "decay_rate", "l2")
     )
@@ -366,7 +364,7 @@ class OptimizerConfig(Settings, draccus.ChoiceRegistry):
 
 
 BETAS = {"range": DECAY, "aliases": ("beta", "beta1", "beta2", "adam_betas")}
-EPSILON = {"range": Range(0, 1, above=True), "aliases": ("eps", "adam_epsilon")}
+EPSILON = {"range": Range(0, 1, above=True), "aliases": ("eps",)}
 
 
 @OptimizerConfig.register_subclass("adamw")
@@ -440,15 +438,15 @@ def rising_trace(decay: float, nesterov: bool, steps: int) -> optax.GradientTran
     def init(params: Tree) -> RisingTrace:
         return RisingTrace(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params))
 
-    def update(gradients: Tree, state: RisingTrace, params: Tree = None) -> tuple[Tree, RisingTrace]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, RisingTrace]:
         del params
         now = decay * jnp.minimum(1, state.count / steps)
 
         def added(m: jax.Array, g: jax.Array) -> jax.Array:
             return now.astype(g.dtype) * m + g
 
-        trace = jax.tree.map(added, state.trace, gradients)
-        direction = jax.tree.map(added, trace, gradients) if nesterov else trace
-        return direction, RisingTrace(optax.safe_increment(state.count), trace)
+        trace = jax.tree.map(added, state.trace, updates)
+        direction = jax.tree.map(added, trace, updates) if nesterov else trace
+        return direction, RisingTrace(state.count + 1, trace)
 
     return optax.GradientTransformation(init, update)

@@ -29,7 +29,7 @@ class ScheduleConfig(Settings, draccus.ChoiceRegistry):
         0.0,
         "steps of warmup; below 1: a fraction of the run",
         range=between(0, LONGEST),
-        aliases=("num_warmup_steps", "warmup_ratio", "warmup_iters", "warmup_fraction", "warmup"),
+        aliases=("num_warmup_steps", "warmup_iters", "warmup_fraction", "warmup"),
     )
     begin: int = setting(0, "step after which it begins; of a stage: the stage's", range=whole(0), by_topic=True)
     end: int | None = setting(None, "step at which it ends; null: the end of the run", range=whole(1), by_topic=True)

@@ -48,7 +48,9 @@ class EvalOptions(Settings):
 
     run: str = field(metadata={"help": "the run: its directory or URL, or its name under runs/"})
     data: list[str] = setting(
-        list, "files (globs) to evaluate on: text, or the field text of .jsonl, .parquet, .csv and .tsv"
+        list,
+        "files (globs) to evaluate on: text, or the field text of .jsonl, .parquet, .csv and .tsv",
+        aliases=("text", "file", "files"),
     )
     tasks: list[str] = setting(list, "files of tasks (globs) to score, or NAME:FILES of a published task")
     parse_special: bool = setting(False, "encode names of special tokens in tasks as special tokens, not as text")
@@ -60,7 +62,10 @@ class EvalOptions(Settings):
     )
     step: int | None = setting(None, "the checkpoint's step; null: the newest checkpoint", range=whole(0))
     batches: int | None = setting(
-        None, "the number of batches of each text; null: the run's evaluation.batches, or all of --data", range=whole(1)
+        None,
+        "the number of batches of each text; null: the run's evaluation.batches, or all of --data",
+        range=whole(1),
+        aliases=("limit", "max_batches"),
     )
     all: bool = setting(False, "evaluate on all batches, whatever evaluation.batches says")
     json: bool = setting(False, "print the metrics as JSON; notes go to standard error")

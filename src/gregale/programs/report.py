@@ -428,7 +428,7 @@ class ReportOptions(Settings):
     runs: tuple[str, ...] = field(
         metadata={"help": "the runs: directories, URLs, names under runs/, or a fleet's name"}
     )
-    output: Path = setting(Path("report.html"), "the path of the page")
+    output: Path = setting(Path("report.html"), "the path of the page", aliases=("out", "o"))
     plan: tuple[Path, ...] = setting((), "output of `gregale plan --json`, to compare with measurements")
 
     def __post_init__(self):

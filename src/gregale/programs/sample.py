@@ -171,7 +171,9 @@ class SampleOptions(Sampling):
     chat: bool = setting(False, "answer the lines of standard input, in a conversation by the run's chat template")
     messages: str | None = setting(None, "a file of conversations to answer, JSON lines with messages, tools, seed, id")
     system: str = setting("", "with chat: the system's message")
-    out: str | None = setting(None, "file for results of prompts or messages, JSON lines; null: standard output")
+    out: str | None = setting(
+        None, "file for results of prompts or messages, JSON lines; null: standard output", aliases=("output", "o")
+    )
     tokens: int = setting(256, "number of tokens to add", range=whole(1), aliases=("max_new_tokens", "length"))
     parse_special: bool = setting(False, "encode names of special tokens in prompts as special tokens, not as text")
     stop: list[str] = setting(list, "strings that end a text, which excludes them", aliases=("stop_strings", "until"))

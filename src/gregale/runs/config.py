@@ -126,14 +126,14 @@ class TrainConfig(Settings):
     start_from: str | None = setting(
         None,
         "run or imported model to start from; null: random",
-        aliases=("init_from", "from_pretrained", "pretrained", "model_name_or_path", "load_from"),
+        aliases=("init_from", "from_pretrained", "pretrained", "load_from"),
     )
-    runs: str = setting("runs", "folder or URL of the run directories", aliases=("output_dir", "save_dir", "log_dir"))
+    runs: str = setting("runs", "folder or URL of the run directories", aliases=("save_dir", "log_dir"))
     plugins: list[str] = setting(list, "your modules to import first", aliases=("imports",))
     cpu_devices: int | None = setting(None, "simulate this many CPU devices", range=whole(1, 4096))
     compilation_cache: str | None = setting(AUTO, "compiled programs; auto: ~/.cache/gregale; null: none")
     log_every: int = setting(
-        1, "number of steps between lines of metrics.jsonl", range=whole(1), aliases=("logging_steps", "log_steps")
+        1, "number of steps between lines of metrics.jsonl", range=whole(1), aliases=("log_steps",)
     )
     skip_spikes: SpikesConfig | None = setting(
         None, "steps far above the last ones that change nothing; null: none", by_topic=True

@@ -143,7 +143,8 @@ def invalid_values(kind: Any, values: Mapping[str, Any]) -> Iterator[KeyedError]
                 needed = wanted.words(largest=value > wanted.maximum) + (f", or null: {null}" if null else "")
                 yield KeyedError(key, f"is {shown(value)}", f"; it has to be {needed}.")
             if (choices := each.metadata.get("choices")) is not None and value not in choices:
-                near = did_you_mean(get_close_matches(str(value), choices))
+                named = each.metadata.get("elsewhere", {}).get(value)  # in other projects
+                near = did_you_mean([named] if named else get_close_matches(str(value), choices))
                 yield KeyedError(key, f"is {shown(value)}", f".{near} Valid choices: {', '.join(choices)}.")
 
 

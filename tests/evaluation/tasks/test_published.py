@@ -81,5 +81,12 @@ def test_what_is_no_published_task_is_refused(tmp_path):
         read_tasks([f"piqa:{tmp_path}/a.jsonl"])
     with pytest.raises(UserError, match=r"`helaswag:`, .* mean `hellaswag`\? They are: hellaswag, lambada"):
         read_tasks(["helaswag:x.jsonl"])
+    (tmp_path / "b.jsonl").write_text(
+        '{"question": "x", "choices": {"text": ["a", "b"], "label": ["A", "B"]}, "answerKey": "A"}\n'
+    )
+    with pytest.raises(UserError, match=r"b.jsonl has the keys of arc_easy or arc_challenge; give --tasks arc_easy:"):
+        read_tasks([f"{tmp_path}/b.jsonl"])
+    with pytest.raises(UserError, match="arc_easy is a published task; name its files too"):
+        read_tasks(["arc_easy"])
     with pytest.raises(UserError, match="no file matches"):
         read_tasks(["mmlu:nowhere/*.csv"])

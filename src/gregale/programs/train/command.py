@@ -281,7 +281,8 @@ def train(run: PreparedRun) -> int:
     if step:
         stage = f", in {among}" if len(run.stages) > 1 else ""
         begins = "Going on" if (branch := run.branch_at(step)) is None else f"Branching from {branch.origin.path}"
-        console.message(f"{begins} after step {step} of {run.config.steps}{stage}.")
+        rate = f"The next step has a learning rate of {run.setup.learning_rate(step + 1):.3g}."
+        console.message(f"{begins} after step {step} of {run.config.steps}{stage}. {rate}")
     if changed:
         console.message(f"Changed since step {step}: {'; '.join(map(str, changed))}.")
     if run.window is not None and run.window.last <= step:
