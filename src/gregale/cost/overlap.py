@@ -29,8 +29,8 @@ _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 class Calibration:
     """Seconds of published measurements over this clock's: their geometric mean, the least and the most.
 
-    docs/tpu.md has the table, which `benchmarks/calibration.py` makes. The clock has no latencies, no stalls of memory,
-    no input and no jitter; of experts no gathers of rows.
+    docs/results/calibration.md has the table, which `benchmarks/calibration.py` makes. The clock has no latencies, no
+    stalls of memory, no input and no jitter; of experts no gathers of rows.
     """
 
     mean: float

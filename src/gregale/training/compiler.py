@@ -167,7 +167,8 @@ DEFAULTS: dict[str, CompilerOptions] = {
     "TPU v6 lite": {**dict.fromkeys((*_ASYNC_GATHERS, *_ASYNC_SUMS), True), _SCOPED_MEMORY: 65536},
 }
 # On NVIDIA GPUs, gather a layer while the layer before it computes, and sum its gradients while the next gradients are
-# computed. Other options that are advised for GPUs are now the compiler's defaults, or slow it down: docs/gpu.md.
+# computed. Other options that are advised for GPUs are now the compiler's defaults, or slow it down:
+# docs/results/gpu_options.md.
 GPU_DEFAULTS: CompilerOptions = {
     "xla_gpu_enable_pipelined_all_gather": True,
     "xla_gpu_enable_pipelined_reduce_scatter": True,
