@@ -6,9 +6,13 @@ import tomllib
 import zipfile
 
 import pytest
+import yaml
 
 from gregale.cli import main
 from gregale.errors import install_hint
+from gregale.programs.new import Devices, NewOptions, configuration
+from gregale.runs.config import TrainConfig
+from gregale.runs.parsing import load
 from tests.docs.pages import ROOT
 
 EXAMPLES = sorted((ROOT / "config").glob("*.yaml"))
@@ -30,6 +34,53 @@ def test_a_starter_is_a_copy_of_an_example_and_replaces_no_file(tmp_path, monkey
         assert main(["new", *arguments]) == 2
         assert words in capsys.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {"first.yaml", *(path.name for path in EXAMPLES)}
+
+
+@pytest.mark.parametrize(
+    ("devices", "size", "model", "batch"),
+    [
+        (Devices("cpu", 1, 10**10), 10**5, (4, 128, {"type": "bytes"}), (16, 256)),
+        (Devices("cpu", 1, 10**10), 10**8, (4, 128, {"type": "bpe", "vocabulary": 16384}), (16, 256)),
+        (Devices("gpu", 1, 80 * 10**9), 2 * 10**6, (4, 128, {"type": "bytes"}), (32, 1024)),
+        (Devices("gpu", 8, 80 * 10**9), 10**10, (16, 1024, {"type": "bpe", "vocabulary": 32768}), (256, 1024)),
+        (Devices("gpu", 1, 10**9), 10**10, (6, 256, {"type": "bpe", "vocabulary": 32768}), (32, 1024)),
+    ],
+)
+def test_a_configuration_fits_text_and_devices(devices, size, model, batch, tmp_path, monkeypatch):
+    """Its state fits the memory, its tokens teach its parameters; a processor has minutes, not hours."""
+    monkeypatch.chdir(tmp_path)
+    with open("notes.txt", "wb") as file:
+        file.truncate(size)
+    content, _ = configuration(NewOptions("my.yaml", text=["*.txt"]), "my", devices)
+    (tmp_path / "my.yaml").write_text(content)
+    config = load(TrainConfig, "my.yaml")
+    assert (config.model.layers, config.model.hidden, yaml.safe_load(content)["data"]["tokenizer"]) == model
+    assert (config.batch.size, config.batch.sequence_length) == batch
+    assert config.cpu_devices is None, "a GPU box trains on its GPUs"
+
+
+def test_conversations_fit_a_sequence_and_a_model_brings_its_tokenizer(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "talks.jsonl").write_text('{"messages": "' + 700 * "a" + '"}\n')
+    (tmp_path / "model").mkdir()
+    tokenizer = {"type": "file", "path": "model/tokenizer.json"}
+    (tmp_path / "model" / "config.yaml").write_text(yaml.safe_dump({"data": {"tokenizer": tokenizer}}))
+    assert main(["new", "my.yaml", "--chat", "talks.jsonl", "--from", "model"]) == 0
+    assert "adapters beside the model of model, 0.0 MB in 1 file(s), 200 steps" in capsys.readouterr().out
+    found = yaml.safe_load((tmp_path / "my.yaml").read_text())
+    assert (found["start_from"], found["data"]["tokenizer"], found["batch"]["sequence_length"]) == (
+        "model",
+        tokenizer,
+        1024,
+    )
+    load(TrainConfig, "my.yaml")
+    for arguments, words in (
+        (["--text", "a", "--chat", "b"], "text and chat are both given"),
+        (["--text", "none*"], "text: no file matches none*"),
+    ):
+        assert main(["new", "other.yaml", *arguments]) == 2
+        assert words in capsys.readouterr().err
+    assert not (tmp_path / "other.yaml").exists()
 
 
 def test_outside_of_a_clone_the_packages_of_an_extra_are_named(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import pytest
 
 from gregale.checkpoint.manifest import MANIFEST, METADATA, folder_name
 from gregale.errors import UserError
+from gregale.methods.config import OUTER, DilocoConfig
 from gregale.model.llama import LlamaConfig
 from gregale.runs.config import TrainConfig
 from gregale.runs.run_directory import RunDirectory
@@ -29,6 +30,15 @@ def run(tmp_path) -> RunDirectory:
 @pytest.fixture(params=["disk", "s3", "gs"])
 def place(request, tmp_path) -> StoragePath:
     return tmp_path if request.param == "disk" else request.getfixturevalue(request.param)
+
+
+def test_a_run_from_before_momentum_had_a_warm_up_has_none(run):
+    run.write_config(replace(CONFIG, sync=DilocoConfig()))
+    assert run.read_config().sync == DilocoConfig()
+    text = run.config.read_text()
+    assert text.count("    momentum_warmup: 10\n") == 1
+    run.config.write_text(text.replace("    momentum_warmup: 10\n", ""))
+    assert run.read_config().sync == DilocoConfig(outer=replace(OUTER, momentum_warmup=0))
 
 
 def test_what_is_written_is_read(place):

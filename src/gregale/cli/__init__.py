@@ -14,7 +14,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
+from glob import glob
 from importlib import import_module
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from threading import enumerate as enumerate_threads
 from typing import TYPE_CHECKING, TextIO
 
@@ -100,8 +103,20 @@ def main(arguments: Sequence[str] | None = None, programs: Mapping[str, Program]
     return code
 
 
+def is_without_accelerator() -> bool:
+    """Return whether libtpu is installed on a machine without a TPU, and no other accelerator is JAX's.
+
+    At each start libtpu would print what it lacks, before JAX takes the processor.
+    """
+    chips = (*glob("/dev/accel*"), *glob("/dev/vfio/[0-9]*"))
+    others = find_spec("jax_plugins") or list(entry_points(group="jax_plugins"))
+    return find_spec("libtpu") is not None and not chips and not others
+
+
 def _run(arguments: Sequence[str] | None, programs: Mapping[str, Program]) -> int:
     _silence_deprecations()
+    if arguments is None and is_without_accelerator():
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
     _replace_unencodable()
     try:
         with _stops_reported() if arguments is None else nullcontext():

@@ -56,9 +56,16 @@ class OuterConfig(OptimizerConfig, draccus.ChoiceRegistry):  # named again: drac
         return kind(**{each.name: getattr(optimizer, each.name) for each in fields(optimizer)})
 
 
-_SGD = SgdConfig(learning_rate=0.7, momentum=0.9, nesterov=True, schedule=ConstantSchedule(), clip_norm=None)
+_SGD = SgdConfig(
+    learning_rate=0.7,
+    momentum=0.9,
+    nesterov=True,
+    momentum_warmup=10,  # rounds: docs/results/diloco.md
+    schedule=ConstantSchedule(),
+    clip_norm=None,
+)
 OUTER = OuterConfig.of(_SGD)
-SPARSE_OUTER = replace(OUTER, learning_rate=1.0, momentum=0.0, nesterov=False)  # the kept error is the momentum
+SPARSE_OUTER = replace(OUTER, learning_rate=1.0, momentum=0.0, nesterov=False, momentum_warmup=0)  # the error is it
 
 
 EVALUATED = ("outer", "average", "first_replica")

@@ -414,7 +414,12 @@ class SgdConfig(OptimizerConfig):
         fixed=Fixed("with 0 no momentum is kept, so there is none to go on with, or one too many", at=0),
     )
     nesterov: bool = setting(False, "look one step ahead along the momentum")
-    momentum_warmup: int = setting(0, "steps over which the decay of the momentum rises from 0", range=whole(0))
+    momentum_warmup: int = setting(
+        0,
+        "steps over which the decay of the momentum rises from 0",
+        range=whole(0),
+        fixed=Fixed("with 0 no steps are counted, so there is no count to go on with, or one too many", at=0),
+    )
 
     def direction(self) -> optax.GradientTransformation:
         if self.momentum and self.momentum_warmup:

@@ -8,6 +8,8 @@ from datetime import UTC, datetime
 from itertools import count
 from typing import Any
 
+import yaml
+
 from gregale.checkpoint.manifest import MANIFEST, committed_steps, folder_name
 from gregale.codecs.codec import ReduceConfig
 from gregale.errors import UserError
@@ -82,7 +84,9 @@ class RunDirectory(RunPaths):
         """Read the configuration of the run; raise `UserError` if there is no run."""
         if not self.config.is_file():
             raise UserError(f"{self.path} is not a run directory: it has no config.yaml. `gregale train` makes one.")
-        return load(TrainConfig, self.config)
+        raw = yaml.safe_load(self.config.read_text(encoding="utf-8"))
+        sync = with_older_defaults(raw.get("sync") if isinstance(raw, Mapping) else None)
+        return load(TrainConfig, {**raw, "sync": sync} if sync else self.config)
 
     def config_at(self, step: int | None = None) -> TrainConfig:
         """Return the configuration of the stage that made the checkpoint of a step.
@@ -96,7 +100,8 @@ class RunDirectory(RunPaths):
         config, made_by = self._at(self.read_config(), step), self.metadata(step).get("made_by", {})
         if not made_by:
             return config
-        sync, reduce = (decoded(kind, made_by[name]) for name, kind in (("sync", SyncConfig), ("reduce", ReduceConfig)))
+        sync = decoded(SyncConfig, with_older_defaults(made_by["sync"]) or made_by["sync"])
+        reduce = decoded(ReduceConfig, made_by["reduce"])
         same = (config.sync, config.reduce) == (sync, reduce)
         return config if same else replace(config, sync=sync, reduce=reduce)
 
@@ -193,3 +198,11 @@ def _move(folder: ObjectPath, to: ObjectPath) -> None:
     for is_manifest in (True, False):  # manifests first, so that no incomplete checkpoint is valid
         group = [name for name in names if name.endswith(MANIFEST) is is_manifest]
         parallel_map(lambda name: (folder / name).unlink(missing_ok=True), group)
+
+
+def with_older_defaults(sync: Any) -> Any:
+    """Return a recorded `sync` of code before `momentum_warmup`, which had none; None if it is of later code."""
+    outer = sync.get("outer") if isinstance(sync, Mapping) else None
+    if not isinstance(outer, Mapping) or "momentum_warmup" in outer or outer.get("type", "sgd") != "sgd":
+        return None
+    return {**sync, "outer": {**outer, "momentum_warmup": 0}}
