@@ -186,12 +186,6 @@ def test_without_the_processor_there_is_one_clear_line(monkeypatch):
 PLAIN_AVERAGE = replace(OUTER, learning_rate=1.0, momentum=0.0, nesterov=False)
 
 
-def test_a_run_of_few_rounds_with_the_default_outer_optimizer_is_told_of_the_plain_average():
-    (said,) = DilocoConfig(period=30, warmup_steps=90).notes(layout_of(data=8), 690, is_joined=True)
-    assert said.startswith("This run has 20 rounds, ")
-    assert "sync.outer.learning_rate 1, sync.outer.momentum 0 and sync.outer.nesterov false" in said
-
-
 def test_a_single_replica_is_allowed_and_said():
     (said,) = DilocoConfig(period=4).notes(layout_of(data=8), 12)
     assert said == (
@@ -203,7 +197,7 @@ def test_a_single_replica_is_allowed_and_said():
 @pytest.mark.parametrize(
     "sync",
     [DilocoConfig(period=6), DilocoConfig(period=30, outer=PLAIN_AVERAGE), PsdpConfig()],
-    ids=["many rounds", "chosen", "psdp"],
+    ids=["default", "chosen", "psdp"],
 )
 def test_others_are_not(sync: SyncConfig):
     assert sync.notes(layout_of(replica=2, data=4), 600) == []

@@ -83,7 +83,6 @@ NO_MOMENTUM = (
     "Set {0} to 0, sync.outer.nesterov to false and sync.outer.learning_rate to 1, or leave out sync.outer."
 )
 EXACT_ONLY = "the method sends float32 only. Set reduce.codec and reduce.gather_codec to none."
-FEW_ROUNDS = 100  # between 60, where the plain average was better (docs/benchmarks.md), and the papers' hundreds
 
 
 class MethodContext(NamedTuple):
@@ -303,19 +302,13 @@ class DilocoConfig(SyncConfig):
         return self.evaluate != "outer"
 
     def notes(self, layout: Layout, steps: int, is_joined: bool = False) -> list[str]:
-        """Return notes of a single replica, of so few rounds that others beat the default settings, and of the end."""
+        """Return notes of a single replica, and of the end."""
         schedule, found = self.schedule(layers=2**31), []
-        rounds, last = schedule.outer_steps(self.warmup_steps, steps), schedule.last_sent(steps)
+        last = schedule.last_sent(steps)
         if not is_joined and layout.axis(sync_axis(layout)).size == 1:
             found.append(
                 f"sync.type is {self.get_choice_name(type(self))}, but mesh.replica is 1: there is no other replica to "
                 f"be joined with, so the outer optimizer moves this one by itself, every {self.period} steps."
-            )
-        elif rounds < FEW_ROUNDS and self.outer == OUTER:
-            found.append(
-                f"This run has {rounds} rounds, and the default outer optimizer is for hundreds: with 6 to 60, as far "
-                f"as that was measured, the plain average of the replicas is better. That is sync.outer.learning_rate "
-                f"1, sync.outer.momentum 0 and sync.outer.nesterov false."
             )
         if last < steps or schedule.fragments > 1:
             each = f", one fragment of {schedule.fragments} at a time" if schedule.fragments > 1 else ""
