@@ -514,8 +514,8 @@ def validation_examples(rows: Rows) -> Examples:
     """Return every row of a validation text once, in order; raise `UserError` if there is none."""
     if not len(rows):
         raise UserError(
-            f"too little text to evaluate on. {rows.needs}, and there are {len(rows.stream)}. Give more text, or train "
-            "with shorter sequences."
+            f"too little text to evaluate on. {rows.needs}, and there are {len(rows.stream)}. Give more text, train "
+            "with shorter sequences, or score windows of any length (`gregale eval --stride`)."
         )
     return in_order([rows])
 

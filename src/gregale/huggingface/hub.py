@@ -109,6 +109,12 @@ def shape_and_tokenizer(given: HuggingFaceConfig) -> tuple[LlamaConfig, FileConf
 
     Raises `UserError` if there is no such model, or if Gregale does not support it.
     """
+    imported = Path(given.path) / "huggingface"
+    if (imported / CONFIG).is_file() and not (Path(given.path) / CONFIG).is_file():
+        raise UserError(
+            f"{given.path} is a model of `gregale import`. To go on with its weights, give start_from {given.path} in "
+            f"place of `model`; for its shape with random weights, give {imported} as the path."
+        )
     folder = model_folder(given.path, weights=False)
     check_files(folder, BESIDE)
     saved = text_part(read_json(folder / CONFIG))

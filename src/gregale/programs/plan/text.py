@@ -224,6 +224,7 @@ def _speed(report: dict[str, Any], console: Console) -> None:
     rows += [
         ("step, all at once", f"{bound['step_seconds_overlapped']:.4g} s"),
         ("step, one after another", f"{bound['step_seconds_one_after_another']:.4g} s"),
+        ("tokens a second, at most", f"{report['tokens_per_step'] / bound['step_seconds_overlapped']:,.0f}"),
         *((f"utilisation, {name} attention, at most", _percent(bound[key])) for key, name in UTILISATION.items()),
     ]
     print_table(console, f"Roofline ({report['chip']})", ("", "at least"), rows)

@@ -241,12 +241,24 @@ def prepared(
         number = number_after(config.each_stage, step)
         begun = stages[number]
         notes = stages[-1].setup.config.sync.notes(begun.setup.layout, config.steps, config.fleet.joins)
-        for note in filter(None, (*left_out, describe(begun.setup, begun.corpus), *notes, optimizer_note(begun.setup))):
+        notes += [balance_note(config), optimizer_note(begun.setup)]
+        for note in filter(None, (*left_out, describe(begun.setup, begun.corpus), *notes)):
             console.message(note)
         checkpoints = open_checkpoints(begun.setup)
         yield PreparedRun(
             config, stages, number, run, checkpoints, open_checkpoints, exports, console, progress, stop, branch, window
         )
+
+
+def balance_note(config: TrainConfig) -> str | None:
+    """Return a note if nothing keeps the experts of a new model equally loaded."""
+    experts = config.model.experts
+    if experts is None or experts.balance.loss or experts.balance.bias or config.start_from is not None:
+        return None
+    return (
+        "Nothing keeps the experts equally loaded: some may get most of the tokens. "
+        "model.experts.balance {bias: true} or {loss: 0.01} does; `expert_load_max` and `expert_load_entropy` show it."
+    )
 
 
 def take_lock(stack: ExitStack, run: RunDirectory, fresh: bool, report: Callable[[str], None]) -> Callable[[], None]:
