@@ -26,6 +26,7 @@ from gregale.tracking.trackers import (
     Tracker,
     TrackerConfig,
     check_installed,
+    kept_id,
     open_trackers,
 )
 from tests.disk import largest_file
@@ -326,6 +327,12 @@ def test_tensorboard_gets_every_number_under_its_name(tmp_path):
     assert struct.pack("<f", 2.5) in b"".join(records)
     (line,) = entries(tmp_path / "metrics.jsonl")
     assert (line["loss"], line["grad_norm"]) == (2.5, None)
+
+
+def test_a_resumed_run_has_its_id_at_wandb(tmp_path):
+    first = kept_id(RunInfo(tmp_path, "a", {}))
+    assert kept_id(RunInfo(tmp_path, "a", {}, resumed_from=10)) == first
+    assert kept_id(RunInfo(tmp_path, "a", {})) != first, "begun anew"
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])

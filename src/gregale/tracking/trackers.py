@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from secrets import token_hex
 from typing import Any, ClassVar, TextIO, cast
 
 import draccus
@@ -19,7 +20,7 @@ from rich.table import Column
 from gregale.errors import KeyedError, UserError, install_hint, told
 from gregale.formatting import format_duration
 from gregale.settings import Settings, setting
-from gregale.storage import StoragePath
+from gregale.storage import StoragePath, write_bytes
 from gregale.storage.jsonl import ResumePoint, lines_at
 from gregale.streams import ResilientStream, printable
 from gregale.terminal import Console as Terminal
@@ -288,7 +289,7 @@ class _SessionTracker(Tracker):
 @TrackerConfig.register_subclass("wandb")
 @dataclass(frozen=True)
 class WandbConfig(TrackerConfig):
-    """Weights & Biases. A resumed run is a second session in the group that has the run's name."""
+    """Weights & Biases. A resumed run goes on with its curves there."""
 
     package: ClassVar[str] = "wandb"
 
@@ -306,7 +307,8 @@ class WandbConfig(TrackerConfig):
             project=self.project,
             entity=self.entity,
             name=run.name,
-            group=run.name,
+            id=kept_id(run),
+            resume="allow",
             dir=str(run.files),
             config=dict(run.config),
             mode=self._possible_mode(wandb),
@@ -320,6 +322,14 @@ class WandbConfig(TrackerConfig):
         if wanted == "online" and not wandb.login(prompt=False, verify=False):
             return "offline"
         return wanted
+
+
+def kept_id(run: RunInfo) -> str:
+    """Return the id of a run at W&B, which the run's folder keeps; a new run has a new one."""
+    path = run.files / "wandb_id.txt"
+    if not (run.resumed_from and path.is_file()):
+        write_bytes(path, token_hex(4).encode())
+    return path.read_text(encoding="ascii")
 
 
 @TrackerConfig.register_subclass("trackio")
