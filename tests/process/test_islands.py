@@ -119,9 +119,10 @@ def test_four_bits_on_both_legs_with_feedback_do_what_they_do_in_one_process(fol
     assert saved.outer.ledger.next == first
     found = members[0].host.leaves()
     assert found.keys() == saved.arrays.keys()
-    far = [np.ravel(np.abs(held.array - saved.arrays[name]) > 1e-6) for name, held in found.items()]
-    # The processes' programs are compiled for one device: a value at the border of two codes may get the other one.
-    assert np.mean(np.concatenate(far)) < 1e-3
+    # The processes' programs are compiled for one device: a value, or the scale of a block of 64, at the border of two
+    # codes may get the other one. Here it is one block of theta, and so of its momentum.
+    far = sum(int(np.sum(np.abs(held.array - saved.arrays[name]) > 1e-6)) for name, held in found.items())
+    assert far <= 2 * 64, f"of {sum(held.array.size for held in found.values())}"
 
 
 def test_an_island_of_slow_steps_contributes_to_all_fragments_and_never_heals(folder):

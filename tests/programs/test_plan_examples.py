@@ -25,6 +25,7 @@ ON_TPU = {"llama_8b_two_slices": ("v5e:8x8", 2), "llama_8b_131k": ("v5e:8x8", 2)
 WITH_EXPERTS = {"qwen3_30b_a3b": ("v5e:16x16", 2)}
 ON_GPU = {"mistral_7b": (8, "A100"), "qwen3_600m": (8, "A100"), "llama_124m_gpu": (1, "A100-40GB")}
 ON_CPU = {"quickstart": 8, "chat_small": 2, "experts_small": 8, "diloco_small": 4, "islands": 2, "staged": 4}
+ON_CPU |= {"opendiloco": 1}
 ALL_IN_HOST_MEMORY = GIB  # of all simulated devices together, on any machine
 LIKE_GPUS = {8: "v5p:2x2x2", 1: "v5p:1x1x1"}  # devices with 95 GB each
 

@@ -166,7 +166,8 @@ def test_a_damaged_checkpoint_and_damaged_figures_are_reported_and_end_no_run(go
     assert len(reports) == 1, out
     assert "The checkpoint of step 8 is damaged" in reports[0]
     assert "step 4 is used instead" in reports[0]
-    assert "Going on after step 4 of 12." in out
+    rate = next(line["learning_rate"] for line in lines(whole) if line["step"] == 5 and "learning_rate" in line)
+    assert f"Going on after step 4 of 12. The next step has a learning rate of {rate:.3g}." in out
     assert_same_state(half, whole, STEPS)
     assert losses(half) == losses(whole)[1:]
     assert checkpoint_steps(half) == [4, 8, 12], "the damaged one was saved anew"
