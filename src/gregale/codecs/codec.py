@@ -473,7 +473,9 @@ class ReduceConfig(Settings):
     feedback: FeedbackConfig | None = setting(
         FeedbackConfig(), "error feedback; null: none", aliases=("error_feedback",)
     )
-    gather_codec: str | None = setting(None, "the second phase", choices=SECOND_LEGS)
+    gather_codec: str | None = setting(
+        None, "the second phase; null: none (float32), or topk beside topk", choices=SECOND_LEGS
+    )
     hadamard: bool = setting(False, "rotate blocks before quantisation")
     measure: bool = setting(False, "at evaluations, measure what quantising loses")
 

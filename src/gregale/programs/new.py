@@ -31,7 +31,9 @@ BYTES_PER_TOKEN = {0: 1.0, 4096: 3.0, 16384: 3.8, 32768: 4.2}
 @dataclass(frozen=True)
 class NewOptions(Settings):
     file: str = field(metadata={"help": "the YAML file to write"})
-    starter: str = setting("", "the example to copy, or a model to go on with: an import or a run; also `--from`")
+    starter: str = setting(
+        "", f"an example to copy ({', '.join(sorted(STARTERS))}), or an import or run to go on with; also `--from`"
+    )
     text: list[str] = setting(list, "files (globs) of text: a configuration that trains on them, on these devices")
     chat: list[str] = setting(list, "files (globs) of conversations, JSON lines with messages; likewise")
 

@@ -45,7 +45,7 @@ class BatchConfig(Settings):
     )
     microbatches: int = setting(
         1,
-        "number of parts of a step's batch, computed in sequence",
+        "parts of a step's batch, computed in sequence (gradient accumulation)",
         range=whole(1),
         aliases=("grad_accum", "accumulation_steps", "gradient_accumulation"),
     )

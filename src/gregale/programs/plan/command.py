@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gregale.atomic_files import write_bytes
+from gregale.cost.chips import CHIPS
 from gregale.data.sources.base import expand
 from gregale.data.tokenizers import vocabulary_size
 from gregale.errors import UserError
@@ -36,7 +37,7 @@ class PlanOptions(Settings):
         "number of islands of a fleet, to plan one; null: two if islands.lighthouse is set, else none",
         range=whole(1, 10_000),
     )
-    chip: str | None = setting(None, "the chip whose memory and speed to assume; null: the topology's, or H100")
+    chip: str | None = setting(None, f"the chip to assume: {', '.join(CHIPS)}; null: the topology's, or H100")
     link_gbit_per_second: float | None = setting(
         None,
         "link of a replica, or of an island's host, to the others; null: its chips' share of the network",
