@@ -66,7 +66,7 @@ def test_conversations_fit_a_sequence_and_a_model_brings_its_tokenizer(tmp_path,
     tokenizer = {"type": "file", "path": "model/tokenizer.json"}
     (tmp_path / "model" / "config.yaml").write_text(yaml.safe_dump({"data": {"tokenizer": tokenizer}}))
     assert main(["new", "my.yaml", "--chat", "talks.jsonl", "--from", "model"]) == 0
-    assert "adapters beside the model of model, 0.0 MB in 1 file(s), 200 steps" in capsys.readouterr().out
+    assert "adapters beside the model of model, 0.00072 MB in 1 file(s), 200 steps" in capsys.readouterr().out
     found = yaml.safe_load((tmp_path / "my.yaml").read_text())
     assert (found["start_from"], found["data"]["tokenizer"], found["batch"]["sequence_length"]) == (
         "model",
@@ -77,6 +77,9 @@ def test_conversations_fit_a_sequence_and_a_model_brings_its_tokenizer(tmp_path,
     for arguments, words in (
         (["--text", "a", "--chat", "b"], "text and chat are both given"),
         (["--text", "none*"], "text: no file matches none*"),
+        (["--text", "talks.jsonl"], "talks.jsonl has conversations; give --chat"),
+        (["--chat", "model/config.yaml"], "no file of JSON lines"),
+        (["--text", "[talks.jsonl, model/config.yaml]"], "of several kinds (jsonl, text)"),
     ):
         assert main(["new", "other.yaml", *arguments]) == 2
         assert words in capsys.readouterr().err

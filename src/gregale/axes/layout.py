@@ -360,6 +360,11 @@ class MeshConfig(Settings):
         """Return the product of the sizes, in which one that takes the remaining devices counts as 1."""
         return prod(size for size in self._given.values() if size != -1)
 
+    @property
+    def _shared(self) -> str:
+        several = f" Or let the replicas share devices: mesh.replica 1 and mesh.replicas_per_device {self.replica}."
+        return several if self.replica > 1 else ""
+
     def sizes(self, device_count: int) -> dict[str, int]:
         """Return the axis sizes with -1 replaced, so that their product is `device_count`."""
         sizes = self._given
@@ -370,6 +375,7 @@ class MeshConfig(Settings):
                 raise UserError(
                     f"mesh.{free[0]} is -1, but the other axes need {product} = {given} devices, which does not divide "
                     f"the {device_count} there are; sizes whose product divides {device_count} would work."
+                    + self._shared
                 )
             sizes[free[0]] = device_count // given
         elif given != device_count:
@@ -377,7 +383,7 @@ class MeshConfig(Settings):
             raise UserError(
                 f"mesh: {axes} needs {product} = {given} devices, but there are {device_count}. Set one axis to -1 to "
                 f"take the devices that are left, or simulate {given} on CPU by `cpu_devices: {given}` (of "
-                f"`gregale plan`: `--devices {given}`)."
+                f"`gregale plan`: `--devices {given}`).{self._shared}"
             )
         return sizes
 

@@ -473,9 +473,7 @@ class ReduceConfig(Settings):
     feedback: FeedbackConfig | None = setting(
         FeedbackConfig(), "error feedback; null: none", aliases=("error_feedback",)
     )
-    gather_codec: str | None = setting(
-        None, "the second phase; null: none (float32), or topk beside topk", choices=SECOND_LEGS
-    )
+    gather_codec: str | None = setting(None, "second phase; null: float32", choices=SECOND_LEGS)
     hadamard: bool = setting(False, "rotate blocks before quantisation")
     measure: bool = setting(False, "at evaluations, measure what quantising loses")
 

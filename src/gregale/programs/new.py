@@ -25,6 +25,7 @@ TOKENS_PER_PARAMETER = 20  # arXiv 2203.15556
 STATE_BYTES = 16  # of a parameter: float32 weight, gradient, two moments
 STATE_SHARE = 0.4  # of the devices' memory, for the state
 VOCABULARIES = {2e6: 0, 50e6: 4096, 1e9: 16384, float("inf"): 32768}  # by bytes of text; 0: bytes
+KINDS = {".jsonl": "jsonl", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet"}  # of sources, by the file's name
 BYTES_PER_TOKEN = {0: 1.0, 4096: 3.0, 16384: 3.8, 32768: 4.2}
 
 
@@ -94,7 +95,7 @@ def configuration(options: NewOptions, name: str, devices: Devices) -> tuple[str
     found = {file: status.size for pattern in patterns for file, status in files_matching(pattern, key).items()}
     if not found:
         raise UserError(f"{key}: no file matches {', '.join(patterns)}. Patterns may use *, ? and **.")
-    size, source = sum(found.values()), {"type": key, "files": patterns}
+    size, source = sum(found.values()), {"type": type_of(list(found), key), "files": patterns}
     vocabulary = next(each for limit, each in VOCABULARIES.items() if size <= limit)
     tokens = max(1, int(size / BYTES_PER_TOKEN[vocabulary]))
     longest = 0
@@ -127,10 +128,28 @@ def configuration(options: NewOptions, name: str, devices: Devices) -> tuple[str
         "evaluation": {"every": max(50, steps // 5)},
     }
     passes = f"{steps * rows * length / tokens:.1f}"
-    about = f"{told}, {size / 1e6:,.1f} MB in {len(found)} file(s), {steps:,} steps: the text about {passes} times"
+    about = f"{told}, {size / 1e6:,.2g} MB in {len(found)} file(s), {steps:,} steps: the text about {passes} times"
     where = f"{devices.count} {devices.platform} device(s)"
     head = f"# {about[0].upper()}{about[1:]}.\n# Sizes are for {where}; docs/configuration.md has all keys.\n"
     return head + yaml.safe_dump(whole, sort_keys=False), f"{about}, for {where}. Train: gregale train {options.file}"
+
+
+def type_of(found: list[str], key: str) -> str:
+    """Return the type of the source that reads files; raise `UserError` if one type does not read all of them."""
+    kinds = {KINDS.get(Path(path.removesuffix(".gz")).suffix, "text") for path in found}
+    if len(kinds) > 1:
+        raise UserError(f"{key}: the files are of several kinds ({', '.join(sorted(kinds))}); name those of one.")
+    (kind,) = kinds
+    if key == "chat":
+        if kind != "jsonl":
+            raise UserError(f"chat: {found[0]} is no file of JSON lines (.jsonl). For plain text give --text.")
+        return key
+    if kind == "jsonl" and found[0].endswith(".jsonl"):
+        with open(found[0], "rb") as file:
+            first = file.readline()
+        if b'"messages"' in first or b'"conversations"' in first:
+            raise UserError(f"text: {found[0]} has conversations; give --chat in place of --text.")
+    return kind
 
 
 def longest_line(path: str) -> int:

@@ -45,7 +45,7 @@ class BatchConfig(Settings):
     )
     microbatches: int = setting(
         1,
-        "parts of a step's batch, computed in sequence (gradient accumulation)",
+        "parts of a step's batch (gradient accumulation)",
         range=whole(1),
         aliases=("grad_accum", "accumulation_steps", "gradient_accumulation"),
     )
