@@ -87,6 +87,7 @@ class Setting:
     optimizer: OptimizerConfig
     reduce: ReduceConfig = field(default=ReduceConfig())
     options: tuple[str, ...] = ()
+    since: int = 0  # bytes count after this step
 
 
 def diloco(config: DilocoConfig, rate: float, momentum: float = 0.0) -> DilocoConfig:
@@ -160,7 +161,7 @@ def of_headline(replicas: int) -> Iterable[Setting]:
     alone = ("--mesh.replicas_per_device=1", "--batch.size=8")
     yield Setting("one replica", reference, PsdpConfig(), optimizer, options=alone)
     for name, (sync, inner, codec) in rows.items():
-        yield Setting(of + name, reference, sync, inner, ReduceConfig(codec=codec, gather_codec=codec))
+        yield Setting(of + name, reference, sync, inner, ReduceConfig(codec=codec, gather_codec=codec), since=800)
 
 
 def of_gpu() -> Iterable[Setting]:
@@ -230,7 +231,8 @@ def final(setting: Setting, size: str, seed: int, runs: Path) -> Result:
     by_step = {row["step"]: row["loss"] for row in rows if "loss" in row}
     speed = float(np.median([row["tokens_per_second"] for row in rows if "tokens_per_second" in row]))
     training = [loss for step, loss in by_step.items() if step > config.steps - LAST_STEPS]
-    return Result(last["eval_loss"], float(np.mean(training)), last["replica_bytes"], by_step, speed)
+    sent = last["replica_bytes"] - next((row["replica_bytes"] for row in rows if row["step"] == setting.since), 0)
+    return Result(last["eval_loss"], float(np.mean(training)), sent, by_step, speed)
 
 
 def table(results: dict[Setting, list[Result]]) -> Iterable[str]:
@@ -267,7 +269,9 @@ def draw_by_bytes(results: dict[Setting, list[Result]], path: Path) -> None:
         best = min(each.held_out for each in found)
         label = setting.label.partition(", ")[2]
         axes.annotate(label, (sent[0], best), (6, -3), textcoords="offset points", color=line.get_color())
-    axes.set(xscale="log", xlabel="megabytes that a replica sends", ylabel="held-out loss, nats a token")
+    axes.set(
+        xscale="log", xlabel="megabytes that a replica sends after the warm-up", ylabel="held-out loss, nats a token"
+    )
     axes.margins(x=0.25)
     axes.grid(alpha=0.3)
     figure.savefig(path, transparent=True, metadata={"Date": None})
