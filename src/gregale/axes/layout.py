@@ -115,9 +115,9 @@ class Layout:
         """Return the number of devices over which an array with these named axes is split."""
         return prod(self.mesh.shape[name] for name in self.mesh_axes(axes, mapping))
 
-    def row_parts(self) -> int:
-        """Return the parts that a batch's rows are cut into: one for each replica and device inside it."""
-        return prod(self.parts(name) for name in self.mesh_axes((BATCH,), self.compute))
+    def cut_into(self, axes: Sequence[Axis | str], mapping: AxisMapping) -> int:
+        """Return the parts that an array is cut into: as `devices`, but one for each replica of a device."""
+        return prod(self.parts(name) for name in self.mesh_axes(axes, mapping))
 
     def gathers(self, axes: Sequence[Axis | str]) -> bool:
         """Return whether a weight with these named axes is gathered for use: `params` splits it further."""

@@ -61,7 +61,7 @@ def _zeros(axes: tuple[Axis, ...], layout: Layout, mapping) -> QuantisedArray:
     if is_layers(axes[-1].name):  # a fragment has some of the layers, so blocks cannot span them
         axes = (*axes, Axis("value", 1))
     *others, last = axes
-    block = stored_block(last.size // prod(layout.parts(name) for name in layout.mesh_axes((last,), mapping)))
+    block = stored_block(last.size // layout.cut_into((last,), mapping))
     scales = hax.zeros((*others, Axis(last.name, last.size // block)), jnp.bfloat16)
     return QuantisedArray(hax.zeros(axes, jnp.uint8), scales)
 

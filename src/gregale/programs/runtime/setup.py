@@ -362,7 +362,7 @@ def rows_multiple(config: TrainConfig, mesh: Mesh) -> int:
     layout, columns = mapped_layout(mesh, config.mapping, config.mesh.replicas_per_device), 1
     if config.pipeline is not None:
         columns = config.pipeline.schedule(mesh.shape["stage"]).columns
-    parts = layout.row_parts() * config.batch.microbatches
+    parts = layout.cut_into((BATCH,), layout.compute) * config.batch.microbatches
     return parts * lcm(config.objective.rows_together, columns)
 
 

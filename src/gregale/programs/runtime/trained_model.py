@@ -18,7 +18,7 @@ import draccus
 import jax
 from haliax import NamedArray
 
-from gregale.axes.layout import Layout, MappingConfig, MeshConfig, is_named, make_mesh, mapped_layout
+from gregale.axes.layout import BATCH, Layout, MappingConfig, MeshConfig, is_named, make_mesh, mapped_layout
 from gregale.axes.parameters import QuantisedWeight, buffers_of, is_quantised, trainable, with_arrays
 from gregale.checkpoint.manifest import folder_name, measured, read_manifest
 from gregale.checkpoint.multihost import by_first_process, messages_of_all
@@ -273,7 +273,7 @@ def set_up_run(run: RunDirectory, config: TrainConfig) -> Setup:
     mesh = make_mesh(config.mesh, jax.devices()[: config.mesh.device_count])
     layout = mapped_layout(mesh, config.mapping, config.mesh.replicas_per_device)
     batch = config.batch
-    parts = batch.microbatches * layout.row_parts() * config.objective.rows_together
+    parts = batch.microbatches * layout.cut_into((BATCH,), layout.compute) * config.objective.rows_together
     chunks = 2 * layout.context if layout.context > 1 else 1
     rounded = {"size": multiple_of(parts, batch.size), "sequence_length": multiple_of(chunks, batch.sequence_length)}
     return set_up(replace(config, batch=replace(batch, **rounded)), tokens, mesh)

@@ -264,19 +264,22 @@ def balance_note(config: TrainConfig) -> str | None:
 
 
 def reduce_note(config: TrainConfig) -> str | None:
-    """Return a note if half of the messages stay in float32, or if `topk` has too few rounds."""
+    """Return a note if the second phase stays in float32, or if `topk` has few rounds."""
     rounds = config.sync.outer_rounds
     if config.reduce.codec == "topk" and rounds is not None:
         count = rounds.schedule(layers=2**31).outer_steps(rounds.warm_up(), config.steps)
         return (
-            f"reduce.codec topk sends 1 / 64 of the values in a round and keeps the rest for later ones. This run has "
-            f"{count} rounds; after 74 a small model was 0.07 nats behind int4."
+            f"reduce.codec topk sends few of the values in a round, and the others later. This run has {count} rounds; "
+            "after 74 a small model was 0.07 nats behind int4."
             if count < SPARSE_ROUNDS
             else None
         )
     if config.reduce.codec == "none" or config.reduce.second != "none":
         return None
-    return "The second phase of messages stays in float32, half of all bytes: reduce.gather_codec int4 shortens it too."
+    return (
+        f"The second phase of messages stays in float32: reduce.codec {config.reduce.codec} shortens the first alone. "
+        "reduce.gather_codec int4 shortens it too."
+    )
 
 
 def take_lock(stack: ExitStack, run: RunDirectory, fresh: bool, report: Callable[[str], None]) -> Callable[[], None]:
