@@ -11,6 +11,7 @@ import pytest
 
 from gregale.checkpoint.store import Checkpoints
 from gregale.cli import main
+from gregale.cost.collectives import audit
 from gregale.methods.diloco import Diloco
 from gregale.methods.schedule import Schedule
 from gregale.programs.runtime.build import set_up
@@ -24,7 +25,7 @@ STEPS, STOPPED, JOINED = 12, 6, 8
 STREAMING = Schedule(period=4, fragments=2, delay=3, layers=1)
 COMMON = [
     *["--mesh.data", "4", "--mesh.model", "1", "--batch.microbatches", "1", "--data.sources.words.separator=e"],
-    *["--checkpoint.every", "2", "--checkpoint.keep_last", "9"],
+    *["--checkpoint.every", "2", "--checkpoint.keep_last", "9", "--average", "{decay: 0.7, every: 2}"],
 ]
 DILOCO = ["--sync.type", "diloco", "--sync.period", "4"]
 FIRST_PHASE = ["--reduce.codec=int4", "--reduce.measure=true"]
@@ -78,6 +79,36 @@ def test_a_stop_changes_no_bit(inputs, kind, never_stopped, tmp_path, capsys, mo
     of_diloco = ("inner/sharded/", "outer/parameters/", "outer/optimizer/", "seen")
     for part in ("sharded/", "error/first") if kind == "psdp" else of_diloco:
         assert any(name.startswith(f"method/{part}") for name in names), names
+
+
+def test_the_average_of_the_parameters(kind, never_stopped, evaluated, tmp_path):
+    """By NumPy from the parameters of all checkpoints, which come as often; those after the last outer step."""
+    states = {step: saved_state(never_stopped, step) for step in range(2, STEPS + 1, 2)}
+    names = [name.removeprefix("average/parameters/") for name in states[2] if name.startswith("average/parameters/")]
+    assert names
+    of = "method/parameters" if kind == "psdp" else "method/outer/parameters"
+    weights = 0.7 ** np.arange(len(states))[::-1]
+    for name in names:
+        thetas = [
+            state[f"{of}/{name}"] + state.get(f"method/outer/pending/{name}", 0 * state[f"{of}/{name}"])
+            for state in states.values()
+        ]
+        expected = np.average(np.stack(thetas).astype(np.float64), axis=0, weights=weights)
+        found = states[STEPS][f"average/parameters/{name}"]
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    read = open_trained(str(never_stopped), STEPS, 1, average=True).model
+    np.testing.assert_array_equal(np.asarray(read.head.array), states[STEPS]["average/parameters/head"])
+    text = (never_stopped / "config.yaml").read_text()
+    run = killed(never_stopped, tmp_path / kind, STEPS - 2)
+    (run / "config.yaml").write_text(text.replace("  evaluate: false", "  evaluate: true"))
+    assert evaluated(never_stopped, "--average", "--step", STEPS - 2) == evaluated(run)
+
+
+def test_nothing_is_sent_for_the_average(kind, never_stopped):
+    """Over any axis: it is sharded as the optimizer's state."""
+    setup = set_up(load(TrainConfig, never_stopped / "config.yaml"), tokens=257)
+    program = setup.stepper().add.lower(setup.abstract_state()).compile()
+    assert audit(program, setup.layout.mesh).collectives == ()
 
 
 def test_the_stop_was_where_it_is_hard(kind, never_stopped):

@@ -19,7 +19,17 @@ from gregale.programs.command import Command
 from gregale.runs import parsing
 from gregale.runs.parsing import load, load_plugins, split_arguments
 from gregale.runs.sections import OF_PLUGINS
-from gregale.settings.decoding import REQUIRED, Entry, default_of, entries, is_list_at, section_at, types_of
+from gregale.settings import did_you_mean
+from gregale.settings.decoding import (
+    REQUIRED,
+    Entry,
+    default_of,
+    entries,
+    is_list_at,
+    section_at,
+    suggestions,
+    types_of,
+)
 
 CONFIG = "config"
 WIDTH = 100  # maximum, and the width without a terminal
@@ -167,7 +177,7 @@ def render(config_class: type, topic: str | None = None, only: Collection[str] =
     listed = [entry for entry in entries(config_class) if not only or _is_below(entry.key, only)]
     defaults = {entry.key: entry.default for entry in listed}
     groups: dict[tuple[str, str], list[Entry]] = {}
-    for entry in _of_default_choices(listed) if topic is None else _below(listed, topic):
+    for entry in _of_default_choices(listed) if topic is None else _below(config_class, listed, topic):
         key = entry.choice.partition(" ")[0]
         choice = f"{key} {defaults[key]}" if key and topic is None else entry.choice
         groups.setdefault((entry.key.rpartition(".")[0], choice), []).append(entry)
@@ -210,11 +220,13 @@ def _is_below(key: str, others: Collection[str]) -> bool:
     return any(f"{key}.".startswith(f"{other}.") for other in others)
 
 
-def _below(listed: Sequence[Entry], topic: str) -> list[Entry]:
+def _below(config_class: type, listed: Sequence[Entry], topic: str) -> list[Entry]:
     found = [entry for entry in listed if _is_below(entry.key, [topic])]
     if not found:
-        known = sorted({entry.key.partition(".")[0] for entry in listed})
-        raise UserError(f"--help {topic}: there is no such key. The first parts of the keys are: {', '.join(known)}.")
+        near = suggestions(topic, config_class, {entry.key: entry for entry in listed})
+        first = ", ".join(sorted({entry.key.partition(".")[0] for entry in listed}))
+        hint = did_you_mean(near) or f" The first parts of the keys are: {first}."
+        raise UserError(f"--help {topic}: there is no such key.{hint}")
     return found
 
 

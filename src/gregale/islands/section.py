@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from gregale.terminal import Console
 
 LOCKSTEP = "all islands save after the same round, not by time. Give a number of steps."
+NO_AVERAGE = "outer parameters of islands are in the memory of hosts, where no average is kept. Leave average out."
 NO_COORDINATOR = "planned:0"  # a plan connects to no coordinator
 
 
@@ -22,7 +23,10 @@ NO_COORDINATOR = "planned:0"  # a plan connects to no coordinator
 class IslandsSection(IslandsConfig, Section):
     """The settings of an island; with `lighthouse` the run is one of a fleet."""
 
-    incompatible = (Rule("checkpoint.every & islands.lockstep", LOCKSTEP, "checkpoint.seconds"),)
+    incompatible = (
+        Rule("checkpoint.every & islands.lockstep", LOCKSTEP, "checkpoint.seconds"),
+        Rule("average & islands.lighthouse", NO_AVERAGE),
+    )
 
     key: ClassVar[str] = "islands"
     help: ClassVar[str] = "training at several sites (`gregale island`)"

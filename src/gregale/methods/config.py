@@ -82,6 +82,7 @@ NO_MOMENTUM = (
     "what messages of topk lack is kept and sent later, which takes the place of momentum; both together go too far. "
     "Set {0} to 0, sync.outer.nesterov to false and sync.outer.learning_rate to 1, or leave out sync.outer."
 )
+OUTER_ONLY = "its replicas have no outer parameters of which an average could be kept. Leave average out."
 EXACT_ONLY = "the method sends float32 only. Set reduce.codec and reduce.gather_codec to none."
 
 
@@ -180,7 +181,10 @@ class PsdpConfig(SyncConfig):
 class MixingConfig(SyncConfig):
     """The base of choices whose replicas train separately and mix their parameters (`gregale.methods.diloco`)."""
 
-    incompatible = (Rule("sync.type & reduce.codec", EXACT_ONLY, "reduce.quantised"),)
+    incompatible = (
+        Rule("sync.type & reduce.codec", EXACT_ONLY, "reduce.quantised"),
+        Rule("sync.type & average", OUTER_ONLY),
+    )
 
     def mixing_method(self, inner: Psdp, layout: Layout) -> Mixing:
         """Return the method.

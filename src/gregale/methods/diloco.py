@@ -22,6 +22,7 @@ from gregale.communication.quantised import QuantisationLoss, QuantisedReducer
 from gregale.communication.reduce import ExactReducer, all_gather_params, reduce_replicas
 from gregale.cost.memory import bytes_on_device
 from gregale.errors import UserError
+from gregale.methods.average import AverageConfig
 from gregale.methods.method import (
     Actions,
     Inspected,
@@ -162,6 +163,10 @@ class PerReplicaMethod(Method):
     @property
     def spikes(self) -> SpikesConfig | None:
         return self.inner.spikes
+
+    @property
+    def average(self) -> AverageConfig | None:
+        return self.inner.average
 
     def inner_steps(self, states: PsdpState, batch: Tree, limits: Limits | None) -> tuple[PsdpState, StepMetrics]:
         """Run one step of every replica on its rows of the batch; replica k has the k-th group of rows."""
@@ -402,6 +407,10 @@ class ExactOuter:
         """Return theta of a fragment under `params`, and its changed outer state: none."""
         return self.parameters(outer), _unchanged(outer)
 
+    def shards(self, outer: OuterState) -> Tree:
+        """Return theta under `opt_state`."""
+        return _under_opt_state(outer.parameters, self.reducer.layout)
+
     def parameters(self, outer: OuterState) -> Tree:
         """Return theta under `params`: gathered over the slow axis first, so that its messages are the smallest."""
         layout = self.reducer.layout
@@ -469,9 +478,12 @@ class QuantisedOuter:
 
     def parameters(self, outer: OuterState) -> Tree:
         """Return theta under `params`, with the updates that no replica has applied, gathered in float32."""
-        layout = self.reducer.layout
-        shards = _under_opt_state((outer.parameters, outer.pending), layout)
-        return layout.constrain(jax.tree.map(jnp.add, *shards), layout.params)
+        return self.reducer.layout.constrain(self.shards(outer), self.reducer.layout.params)
+
+    def shards(self, outer: OuterState) -> Tree:
+        """Return theta under `opt_state`, with the updates that no replica has applied."""
+        shards = _under_opt_state((outer.parameters, outer.pending), self.reducer.layout)
+        return jax.tree.map(jnp.add, *shards)
 
 
 def sending_layout(layout: Layout, axis: str) -> Layout:
@@ -783,6 +795,9 @@ class Diloco(PerReplicaMethod):
         if state.inner is not None:
             outer = self.round.send_all(self.schedule, outer, state.inner.parameters, state.seen, state.step)
         return self.outer_store.parameters(outer)
+
+    def averaged_parameters(self, state: DilocoState) -> Tree:
+        return self.outer_store.shards(state.outer)
 
     def bytes_sent(self, step: int) -> int:
         """Return the bytes that a device has sent over the axis in the first `step` steps, for parameters."""

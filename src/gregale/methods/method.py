@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 from gregale.axes.layout import Layout, Tree, is_layers, is_named
 from gregale.communication.reduce import further_splits, own_part
 from gregale.errors import UserError
+from gregale.methods.average import AverageConfig
 from gregale.methods.schedule import Traffic
 from gregale.settings import Settings, above, setting, whole
 
@@ -166,6 +167,24 @@ class Method(ABC):
     def spikes(self) -> SpikesConfig | None:
         """Return the rule of the steps that it leaves out as spikes; None: it leaves out none."""
         return None
+
+    @property
+    def average(self) -> AverageConfig | None:
+        """Return the average of the parameters that a run keeps; None: it keeps none."""
+        return None
+
+    @property
+    def outer_layout(self) -> Layout:
+        """Return the layout whose `opt_state` splits the parameters of the run the furthest."""
+        return self.layout
+
+    def averaged_parameters(self, state: Tree) -> Tree:
+        """Return the parameters of which `average` is one, under `opt_state` of `outer_layout`; nothing is sent for it.
+
+        With replicas that train separately they are those after the last outer step.
+        """
+        del state
+        raise TypeError(f"{type(self).__name__} has no parameters of all replicas to average")
 
     @property
     def step_layout(self) -> Layout:

@@ -15,6 +15,7 @@ from gregale.axes.parameters import buffers_of, frozen_of, holding, static_of, t
 from gregale.codecs.codec import ReduceConfig
 from gregale.communication.quantised import QuantisationLoss, QuantisedReducer, Reducer
 from gregale.communication.reduce import Accumulated, ExactReducer, accumulate, cut_layers, joined_layers
+from gregale.methods.average import AverageConfig
 from gregale.methods.method import Inspected, Limits, Method, Probe, PsdpState, SpikesConfig, StepMetrics, inspected
 from gregale.methods.schedule import Traffic
 from gregale.model.losses import Losses
@@ -59,6 +60,7 @@ class Psdp(Method):
     - `measure`: measure(model, batch) -> scalars by name, logged with the step
     - `reduce`: the codecs of messages over `replica`: gradients in the first phase, updates in the second
     - `spikes`: steps that are left out as spikes; None: none
+    - `average`: the average of the parameters that a run keeps; None: none
     - `first_layers`: number n of layers for whose passes the transfers over `replica` of all later layers do not wait:
       the loss scans the first n apart (`Execution.first_layers`), and `reduce` is exact. 0: transfers follow the passes
     - `reference`: abstract parameters of a frozen copy of the model, which a state holds beside that of the method;
@@ -74,6 +76,7 @@ class Psdp(Method):
     reduce: ReduceConfig = field(default=ReduceConfig())
     first_layers: int = 0
     spikes: SpikesConfig | None = None
+    average: AverageConfig | None = None
     measure: Probe = field(default=lambda model, batch: {})
     update_buffers: Callable[[Any, dict, jax.Array], Any] = field(
         default=lambda model, statistics, weight: model.update_buffers(statistics, weight)
@@ -254,6 +257,9 @@ class Psdp(Method):
 
     def traffic(self) -> Traffic:
         return Traffic.of_every_step(self.reducer, trainable(self.model))
+
+    def averaged_parameters(self, state: PsdpState) -> Tree:
+        return self.layout.constrain(state.parameters, self.layout.opt_state)
 
     def eval_model(self, state: PsdpState) -> Tree:
         return self.model_with(self.layout.constrain(state.parameters, self.layout.params), state.buffers)

@@ -31,7 +31,7 @@ from gregale.programs.runtime.evaluation import (
     start_of,
     task_metrics,
 )
-from gregale.programs.runtime.trained_model import Trained, mixtures_of, newer_masks, open_trained, recorded
+from gregale.programs.runtime.trained_model import AVERAGE, Trained, mixtures_of, newer_masks, open_trained, recorded
 from gregale.settings import Settings, setting, whole
 from gregale.streams import say
 from gregale.terminal import Console as Terminal
@@ -61,6 +61,7 @@ class EvalOptions(Settings):
         range=whole(1),
     )
     step: int | None = setting(None, "the checkpoint's step; null: the newest checkpoint", range=whole(0))
+    average: bool = setting(False, AVERAGE)
     batches: int | None = setting(
         None,
         "the number of batches of each text; null: the run's evaluation.batches, or all of --data",
@@ -92,7 +93,7 @@ class EvalOptions(Settings):
 def main(options: EvalOptions) -> int:
     """Print the loss in nats per token and bits per byte, and the metrics of tasks."""
     read_tasks(options.tasks)  # rejects wrong files before the model is read
-    trained = open_trained(options.run, options.step, devices=None)
+    trained = open_trained(options.run, options.step, None, options.average)
     with Console(sys.stderr if options.json else None) as console:
         found = measured(trained, options, console)
     if options.json:

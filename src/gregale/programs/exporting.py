@@ -52,12 +52,14 @@ from gregale.huggingface.weights import (
 from gregale.programs.command import Command
 from gregale.programs.runtime.setup import Setup
 from gregale.programs.runtime.trained_model import (
+    AVERAGE,
     LazyModel,
     base_name,
     decoder_of,
     find_run,
     on_devices,
     opened,
+    reading_average,
     set_up_run,
     write_adapter_settings,
 )
@@ -84,6 +86,7 @@ class ExportOptions(Settings):
     run: str = field(metadata={"help": "the run: its directory, or its name under runs/"})
     target: str = field(metadata={"help": "the folder to make"})
     step: int | None = setting(None, "the checkpoint's step; null: the newest checkpoint", range=whole(0))
+    average: bool = setting(False, AVERAGE)
     adapter: bool = setting(False, "write the run's adapters alone, as PEFT does; else they are merged")
     base: str | None = setting(None, "the model of these adapters, a folder or ORG/NAME; null: the imported one")
     dtype: str | None = setting(
@@ -149,6 +152,7 @@ def main(options: ExportOptions) -> int:
     """Write the complete folder or none; each of several processes writes the shards of its devices."""
     run, target = find_run(options.run), Path(expand(options.target, "target"))
     config = spread(run.config_at(options.step), options)
+    config = reading_average(config) if options.average else config
     if options.base and not options.adapter:
         raise UserError("base: it is the model of the adapters that --adapter writes; add --adapter, or leave it out.")
     if options.adapter and config.adapter is None:

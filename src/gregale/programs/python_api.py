@@ -186,17 +186,23 @@ def train(
     return TrainingResult(run.path, run.saved().step or 0, code == 0, metrics)
 
 
-def load(run: str | StoragePath, step: int | None = None, devices: int | MeshConfig | None = None) -> LoadedModel:
+def load(
+    run: str | StoragePath,
+    step: int | None = None,
+    devices: int | MeshConfig | None = None,
+    average: bool = False,
+) -> LoadedModel:
     """Return the trained model of a run, or an imported model.
 
     Arguments:
     - `run`: its directory or URL, or its name under runs/
     - `step`: the checkpoint's step; None: the newest valid checkpoint
     - `devices`: their number, or their mesh; None: the run's own mesh
+    - `average`: with the average of the parameters, which the run's `average` keeps
 
-    Raises `UserError` if there is no such run or checkpoint, or if the devices do not suffice.
+    Raises `UserError` if there is no such run, checkpoint or average, or if the devices do not suffice.
     """
-    return LoadedModel(open_trained(str(run), step, devices))
+    return LoadedModel(open_trained(str(run), step, devices, average))
 
 
 def _plain(value: Any) -> Any:

@@ -7,12 +7,13 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from fnmatch import fnmatchcase
 from itertools import compress
+from pathlib import Path
 
 from gregale.data.sources.base import expand
 from gregale.programs.command import Command
-from gregale.runs.history import State, Summary, summaries
+from gregale.runs.history import RunPaths, State, Summary, summaries
 from gregale.settings import Settings, setting
-from gregale.storage import storage_path
+from gregale.storage import StoragePath, is_url, storage_path
 from gregale.streams import say
 from gregale.terminal import Console, fitting, print_table
 from gregale.tracking.metrics import in_unit
@@ -28,7 +29,7 @@ DROP_ORDER = ("begun", "sent", "method", "tokens/s")
 
 @dataclass(frozen=True)
 class RunsOptions(Settings):
-    folder: str = setting("runs", "the folder or URL of the runs, or one of them")
+    folder: str = setting("runs", "the folder or URL of the runs, or one of them, or its name")
     state: list[str] = setting(list, "only runs in one of these states", choices=tuple(State))
     method: str | None = setting(None, "only runs whose method matches this, such as `*diloco*`")
     name: str | None = setting(None, "only runs whose name matches this, such as `wide-*`")
@@ -38,7 +39,7 @@ class RunsOptions(Settings):
 
 
 def main(options: RunsOptions) -> int:
-    found = chosen(summaries(storage_path(expand(options.folder, "folder"))), options)
+    found = chosen(summaries(folder_of(options.folder)), options)
     if options.json:
         values = [
             # JSON lacks NaN and infinity.
@@ -62,6 +63,13 @@ def main(options: RunsOptions) -> int:
         if summary.stop_reason:
             say(f"{summary.name}: a callback ended it: {summary.stop_reason}.")
     return 0
+
+
+def folder_of(given: str) -> StoragePath:
+    """Return the folder of an option; the name of a run under runs/ stands for its directory, as in other commands."""
+    path, named = storage_path(expand(given, "folder")), Path("runs") / given
+    is_named = not is_url(given) and RunPaths(named).config.is_file() and not RunPaths(path).config.is_file()
+    return named if is_named else path
 
 
 def chosen(found: list[Summary], options: RunsOptions) -> list[Summary]:

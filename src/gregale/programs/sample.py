@@ -40,7 +40,7 @@ from gregale.programs.runtime.sampler import (
     text_format_of,
     unsplit,
 )
-from gregale.programs.runtime.trained_model import find_run, open_trained
+from gregale.programs.runtime.trained_model import AVERAGE, find_run, open_trained
 from gregale.runs.run_directory import RunDirectory
 from gregale.settings import setting, shown, whole
 from gregale.storage import is_url
@@ -182,6 +182,7 @@ class SampleOptions(Sampling):
         ONE_DEVICE, "devices: mesh.data splits prompts, mesh.model the model, mesh.context texts"
     )
     step: int | None = setting(None, "the checkpoint's step; null: the newest checkpoint", range=whole(0))
+    average: bool = setting(False, AVERAGE)
 
     def __post_init__(self):
         super().__post_init__()
@@ -296,7 +297,7 @@ def context_of(run: RunDirectory) -> int:
 
 def opened(options: SampleOptions, form: TextFormat) -> tuple[Sampler, object, int]:
     """Return the sampler of a run, its model, and a batch's number of rows; the checkpoint's parameters are freed."""
-    trained = open_trained(options.run, options.step, options.mesh)
+    trained = open_trained(options.run, options.step, options.mesh, options.average)
     setup = trained.setup
     if setup.config.sync.evaluates_replicas:
         placement = beside_training(setup)  # the run's own mesh

@@ -12,6 +12,7 @@ from gregale.data.config import DataConfig
 from gregale.data.sources.base import expand
 from gregale.distributed.config import AUTO, DistributedConfig
 from gregale.errors import KeyedError, UserError, below
+from gregale.methods.average import AverageConfig
 from gregale.methods.config import PsdpConfig, SyncConfig
 from gregale.methods.method import SpikesConfig
 from gregale.model.config import SHAPE, AdapterConfig, ComputeConfig
@@ -137,6 +138,9 @@ class TrainConfig(Settings):
     )
     skip_spikes: SpikesConfig | None = setting(
         None, "steps far above the last ones that change nothing; null: none", by_topic=True
+    )
+    average: AverageConfig | None = setting(
+        None, "a moving average of the parameters; null: none", aliases=("ema", "ema_decay"), by_topic=True
     )
     max_skipped: int = setting(10, "stop after this many non-finite steps in a row", range=whole(1))
     mesh: MeshConfig = setting(MeshConfig(), "sizes of the mesh axes")

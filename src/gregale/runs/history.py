@@ -114,6 +114,8 @@ def find_run(name: str) -> RunPaths:
         raise UserError(f"{name} could be ./{runs[0]} or {runs[1]}: both are run directories; give one as a path.")
     if runs:
         return RunPaths(runs[0])
+    if name.endswith((".yaml", ".yml")) and os.path.isfile(name):
+        raise UserError(f"{name} is a file, perhaps the configuration of a run; its key `name` names the run.")
     states = {True: "has no config.yaml", False: "does not exist"}
     found = " and ".join(f"{path} {states[os.path.exists(path)]}" for path in paths)
     known = sorted(config.parent.name for config in Path("runs").glob(f"*/{RunPaths.config}"))

@@ -360,6 +360,9 @@ def read_yaml(path: StoragePath) -> tuple[dict[str, Any], dict[str, str]]:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise UserError(f"{path}: there is no such configuration file.") from None
+    except IsADirectoryError:
+        new = f"gregale new my.yaml --text '{path}/**/*.txt'"
+        raise UserError(f"{path} is a folder, not a configuration file. `{new}` writes one for its text.") from None
     except OSError as error:
         raise UserError(f"{path}: the configuration file cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError as error:

@@ -114,6 +114,10 @@ RULES = (
         "model.scalings & optimizer.scales_rates: false",
     ),
     Rule(
+        "average.evaluate & sync.evaluate != outer",
+        "both say what evaluations read: the average, or replicas. Leave one of them out.",
+    ),
+    Rule(
         "objective.type & start_from: null",
         "its reference is the model before the first step. Set start_from to the run or imported model to tune.",
         "objective.needs_reference",

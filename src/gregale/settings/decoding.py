@@ -600,6 +600,9 @@ class Decoder:
         return UserError(f"{found} is {_describe(raw)}; expected {type_name(kind)}{meaning}{advice}.")
 
     def _at(self, key: str) -> str:
+        """Return the origin of a key in parentheses: its own, or that of a key below it, or of its section."""
+        below = next((each for each in self.origins if each.startswith(f"{key}.")), key)
+        key = key if key in self.origins else below
         while key and key not in self.origins:
             key = key.rpartition(".")[0]
         return f" ({self.origins[key]})" if key else ""

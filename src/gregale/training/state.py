@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gregale.axes.layout import Tree, with_shardings
+from gregale.axes.parameters import with_arrays
+from gregale.methods.average import Average
 from gregale.methods.method import Method, SpikeWindow, StepMetrics
 from gregale.model.config import CompilerOptions
 from gregale.training.compiler import fast_compile_options
@@ -25,6 +27,7 @@ class TrainState(NamedTuple):
     skipped: Leaf  # int32 [*replica_axes]: steps skipped because loss or gradient was not finite
     skipped_in_a_row: Leaf  # int32 [*replica_axes]: skipped steps since the last step that was not skipped
     spikes: Tree = None  # `SpikeWindow`, if the method leaves out spikes
+    average: Tree = None  # `Average`, if the run keeps one
     joined: Tree = None  # only in a checkpoint of a method that `needs_full_state`: parameters and buffers of `to_psdp`
     frozen: Tree = None  # weights that nothing trains, under `params`; never in a checkpoint
 
@@ -61,7 +64,28 @@ def new_train_state(method: Method, state: Tree, step: int) -> TrainState:
     """Return a method's state as a training state after `step` steps without skipped steps."""
     zeros = jnp.zeros(_replicas(method), jnp.int32)
     done = jnp.full((), step, jnp.int32)
-    return TrainState(done, state, skipped=zeros, skipped_in_a_row=zeros, spikes=new_spikes(method))
+    counts = {"skipped": zeros, "skipped_in_a_row": zeros, "spikes": new_spikes(method)}
+    return TrainState(done, state, **counts, average=new_average(method, state))
+
+
+def new_average(method: Method, state: Tree) -> Average | None:
+    """Return the average of the parameters of a method's state before the first addition; None: the run keeps none."""
+    return None if method.average is None else Average.empty(method.averaged_parameters(state))
+
+
+def with_average(method: Method, state: TrainState) -> TrainState:
+    """Return a training state with its parameters added to their average."""
+    assert method.average is not None
+    parameters = method.averaged_parameters(state.method)
+    return state._replace(average=state.average.with_added(parameters, method.average.decay))
+
+
+def eval_model(method: Method, state: Tree, average: Average | None) -> Tree:
+    """Return the model to evaluate of a method's state; with the average in place of the parameters, if it is given."""
+    model = method.eval_model(state)
+    if average is None:
+        return model
+    return with_arrays(model, method.layout.constrain(average.parameters, method.layout.params))
 
 
 def new_spikes(method: Method) -> SpikeWindow | None:
@@ -93,8 +117,9 @@ def state_shardings(method: Method, state: TrainState) -> TrainState:
     counts = NamedSharding(mesh, PartitionSpec(*method.replica_axes))
     frozen = method.layout.shardings(state.frozen, method.layout.params)
     windows = jax.tree.map(lambda _: counts, state.spikes)
-    scalar = NamedSharding(mesh, PartitionSpec())
-    return TrainState(scalar, method.shardings(state.method), counts, counts, windows, frozen=frozen)
+    scalar, outer = NamedSharding(mesh, PartitionSpec()), method.outer_layout
+    average = outer.shardings(state.average, outer.opt_state)
+    return TrainState(scalar, method.shardings(state.method), counts, counts, windows, average, frozen=frozen)
 
 
 def abstract_state(method: Method, model: Tree) -> TrainState:
@@ -120,6 +145,9 @@ class Stepper:
         compiled = partial(jax.jit, donate_argnums=0, out_shardings=(shardings, None), compiler_options=options)
         self.program = compiled(partial(counted_step, method))
         self.synchronise = compiled(self._after)
+        self.add = jax.jit(
+            partial(with_average, method), donate_argnums=0, out_shardings=shardings, compiler_options=options
+        )
 
     def __call__(self, state: TrainState, batch: Tree, step: int) -> tuple[TrainState, StepReport]:
         """Run step number `step` (from 1); `state` is donated."""
@@ -128,7 +156,14 @@ class Stepper:
         if actions.post_step is not None:
             state, outer = self.synchronise(state, actions.post_step)
             report = report._replace(metrics=report.metrics._replace(outer=outer))
+        if self._adds(step):
+            state = self.add(state)
         return state, report
+
+    def _adds(self, step: int) -> bool:
+        """Return whether the parameters after a step are added to their average."""
+        average = self._method.average
+        return average is not None and step % average.every == 0
 
     def compilations(self, state: TrainState, batch: Tree, steps: Sequence[int]) -> Iterator[Callable[[], Any]]:
         """Yield functions that compile the programs of some steps, which later calls with such arrays use.
@@ -140,6 +175,7 @@ class Stepper:
             actions = self._method.actions(step)
             calls = [(self.program, (batch, *actions.step_args))]
             calls += [] if actions.post_step is None else [(self.synchronise, (actions.post_step,))]
+            calls += [(self.add, ())] if self._adds(step) else []
             for program, arguments in calls:
                 leaves, structure = jax.tree.flatten(arguments)
                 key = program, structure, *map(jax.typeof, leaves)

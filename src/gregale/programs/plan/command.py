@@ -74,7 +74,7 @@ def main(options: PlanOptions, config: TrainConfig) -> int:
         if config.stages:
             raise UserError("stages is given, and a search is of one stage. Leave it out: `--stages []`.")
         return DOES_NOT_FIT if not searched(options, config, tokens, target) and options.require_fit else 0
-    plans = [plan_step(stage.config, tokens, target, options.until) for stage in config.each_stage]
+    plans = [plan_step(stage.config, tokens, target, options.until, say_beside) for stage in config.each_stage]
     plan = max(plans, key=lambda each: each.memory.peak)
     if len(plans) > 1:
         needs = ", ".join(size(each.memory.peak) for each in plans)

@@ -290,17 +290,22 @@ class Lowering:
 Compile = Callable[[Lowering, jax.stages.Traced], Outcome]
 
 
-def programs_of(setup: Setup, target: Target, compile_: Compile) -> dict[str, Program]:
+def programs_of(
+    setup: Setup, target: Target, compile_: Compile, report: Callable[[str], None] = lambda line: None
+) -> dict[str, Program]:
     """Return the compiled programs of `train` by name, without allocation.
 
     - `step`: the step of PSDP, or of DiLoCo's replicas without SEND or APPLY
     - the method's other programs, by the names of its traffic's `kinds`; for a method that does not tell its traffic
       those of the first steps, such as `step_30`, by the first step that runs the program
     - `warm_up`: the PSDP step before another method begins
+
+    `report` gets a line before each is compiled, which may take minutes.
     """
     found = {}
     with hax.axis_mapping({}):
         for each in lowerings(setup):
+            report(f"Compiling the program `{each.name}` for {setup.layout.mesh.size} devices ...")
             traced = each.trace()
             found[each.name] = _audited(setup, target, compile_(each, traced), each, traced)
     return found
@@ -467,15 +472,22 @@ class Plan:
         return max(bound.compute, bound.memory, bound.host, hidden) + sent - hidden + far
 
 
-def plan_step(config: TrainConfig, tokens: int, target: Target, until: str = CODE) -> Plan:
+def plan_step(
+    config: TrainConfig,
+    tokens: int,
+    target: Target,
+    until: str = CODE,
+    report: Callable[[str], None] = lambda line: None,
+) -> Plan:
     """Compile the programs of a configuration for the target and return the plan.
 
     - `until`: last compiler stage, one of `UNTIL`
+    - `report`: gets a line before each program is compiled
 
     Raises `UserError` if the configuration does not fit the devices.
     """
     setup = setup_for(config, tokens, target)
-    programs = programs_of(setup, target, _compiler(setup, tokens, target, until))
+    programs = programs_of(setup, target, _compiler(setup, tokens, target, until), report)
     return Plan(setup, target, programs, model_flops(setup), until)
 
 

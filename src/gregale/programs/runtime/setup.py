@@ -58,7 +58,15 @@ from gregale.settings import LAYOUT
 from gregale.tracking.callback import Callback, CallbackConfig, own_metrics
 from gregale.tracking.metrics import metric_of
 from gregale.training.compiler import check_compiler_options, compiler_options
-from gregale.training.state import Stepper, TrainState, abstract_state, initial_state, new_spikes, state_shardings
+from gregale.training.state import (
+    Stepper,
+    TrainState,
+    abstract_state,
+    initial_state,
+    new_average,
+    new_spikes,
+    state_shardings,
+)
 
 VOCABULARY_MULTIPLE = 64
 MAX_PARAMETERS = 10**15
@@ -104,6 +112,12 @@ class Setup:
         method = self.method_after(step)
         shardings = state_shardings(method, abstract_state(method, self.model)).spikes
         return jax.jit(lambda: new_spikes(method), out_shardings=shardings)()
+
+    def new_average(self, step: int, state: Any) -> Any:
+        """Return an average without additions of the parameters of a method's state after `step` steps."""
+        method = self.method_after(step)
+        shardings = state_shardings(method, abstract_state(method, self.model)).average
+        return jax.jit(lambda state: new_average(method, state), out_shardings=shardings)(state)
 
     def state_from(self, model, adapters: Any = None) -> TrainState:
         """Return the state before the first step of a run that starts from a model; the model's arrays are donated.
@@ -288,6 +302,7 @@ def psdp_on(config: TrainConfig, model, callbacks: Sequence[Callback], layout: L
         gather_fn=run.gathered if per_step else identity,
         first_layers=first,
         spikes=config.skip_spikes,
+        average=config.average,
         update_buffers=partial(updated_buffers, config.model) if of_model else lambda model, *sums: model,
         measure=lambda model, batch: callback_metrics(callbacks, model, batch, run),
     )

@@ -39,6 +39,7 @@ from gregale.huggingface.hub import REPOSITORY
 from gregale.huggingface.peft import adapter_settings, adapter_slots, read_adapters
 from gregale.huggingface.weights import read_model, reader
 from gregale.inference.generate import multiple_of
+from gregale.methods.average import Average
 from gregale.methods.method import Method
 from gregale.model.adapters import factor_paths, merged_weight
 from gregale.model.config import AdapterConfig
@@ -86,6 +87,7 @@ def checkpoint_metadata(
         "replicas": replicas(setup.layout, method),
         "mesh": dict(setup.layout.mesh.shape),
         "spikes": spike_window(setup),
+        "average": setup.config.average is not None,
         "made_by": {name: config[name] for name in ("sync", "reduce")},
         **counted,
     }
@@ -148,14 +150,17 @@ def checkpoint_template(setup: Setup, metadata: dict) -> TrainState:
     state = abstract_state(method, setup.model)._replace(frozen=None)
     if not same_spikes(setup, metadata):
         state = state._replace(spikes=None)
+    if not metadata.get("average"):
+        state = state._replace(average=None)
     return state if same_mesh(setup, metadata) else state._replace(method=method.without_error(state.method))
 
 
 def holds_more(setup: Setup, metadata: dict) -> bool:
     """Return whether a checkpoint holds more than `checkpoint_template`: joined parameters, errors of another mesh,
-    another window of spikes.
+    another window of spikes, an average that the run does not go on with.
     """
-    return recorded(metadata, "joined") or not same_mesh(setup, metadata) or not same_spikes(setup, metadata)
+    is_left = metadata.get("average", False) and setup.config.average is None
+    return recorded(metadata, "joined") or is_left or not same_mesh(setup, metadata) or not same_spikes(setup, metadata)
 
 
 def evaluation_template(setup: Setup, metadata: dict) -> TrainState:
@@ -164,6 +169,8 @@ def evaluation_template(setup: Setup, metadata: dict) -> TrainState:
     It fits any mesh, except for an evaluation of the replicas' own parameters, which needs the same number of replicas.
     """
     method = saved_by(setup, metadata)
+    if reads_average(setup):
+        return _average_template(setup, metadata)
     if setup.config.sync.evaluates_replicas:
         return TrainState(None, method.eval_subset(checkpoint_template(setup, metadata).method), None, None)
     if recorded(metadata, "joined"):
@@ -172,8 +179,31 @@ def evaluation_template(setup: Setup, metadata: dict) -> TrainState:
     return TrainState(None, method.eval_subset(abstract_state(method, setup.model).method), None, None)
 
 
+def reads_average(setup: Setup) -> bool:
+    """Return whether the model to evaluate has the average of the parameters."""
+    return setup.config.average is not None and setup.config.average.evaluate
+
+
+def _average_template(setup: Setup, metadata: dict) -> TrainState:
+    """Return `evaluation_template` of the average, under `params`; with what has the buffers, if the model has any."""
+    if not metadata.get("average"):
+        raise UserError(
+            "average: the checkpoint has none: its run kept none so far (`average`). Leave --average, or "
+            "average.evaluate, out."
+        )
+    layout, held = setup.layout, TrainState(None, None, None, None)
+    average = layout.abstract(jax.eval_shape(Average.empty, trainable(setup.model)), layout.params)
+    if buffers_of(setup.model) is not None:
+        held = evaluation_template(replace(setup, config=reading_average(setup.config, False)), metadata)
+    return held._replace(average=average._replace(count=None))
+
+
 def evaluated_model(setup: Setup, metadata: dict, state: TrainState):
     """Return the model to evaluate, from the state of `evaluation_template`."""
+    if state.average is not None:
+        has_more = state.method is not None or state.joined is not None
+        other = evaluated_model(setup, metadata, state._replace(average=None)) if has_more else None
+        return setup.psdp.model_with(state.average.parameters, buffers_of(other))
     if state.joined is not None:
         return setup.psdp.model_with(state.joined)
     trained = jax.jit(saved_by(setup, metadata).eval_model, compiler_options=setup.compiler_options)
@@ -198,6 +228,7 @@ def replicas(layout: Layout, method: Method) -> int:
     return layout.axis(method.replica_axes[0]).size if method.replica_axes else 1
 
 
+AVERAGE = "read the average of the parameters, which the run's `average` keeps"  # of options
 Read = Callable[[str], NamedArray]
 
 
@@ -235,16 +266,27 @@ def find_origin(name: str | None) -> RunDirectory:
     return find_run(name)
 
 
-def open_trained(name: str, step: int | None, devices: int | MeshConfig | None) -> Trained:
+def reading_average(config: TrainConfig, reads: bool = True) -> TrainConfig:
+    """Return a configuration whose evaluations read the average of the parameters, or these themselves."""
+    if config.average is None:
+        if reads:
+            raise UserError("average: the run keeps none (`average` in its config.yaml). Leave --average out.")
+        return config
+    return replace(config, average=replace(config.average, evaluate=reads))
+
+
+def open_trained(name: str, step: int | None, devices: int | MeshConfig | None, average: bool = False) -> Trained:
     """Return the model of a run, from its newest valid checkpoint or that of a step; read only parameters.
 
     - `devices`: the number of devices, or their mesh; None: the run's own mesh. An evaluation of DiLoCo's replicas
       always uses the run's mesh
+    - `average`: the model has the average of the parameters
 
-    Raises `UserError` if there is no such run or checkpoint.
+    Raises `UserError` if there is no such run, checkpoint or average.
     """
     run = find_run(name)
     config = on_devices(run.config_at(step), devices)
+    config = reading_average(config) if average else config
     start_devices(config.cpu_devices, DistributedConfig())
     setup = set_up_run(run, config)
     model, step, metadata = restored_model(run, setup, step)

@@ -29,7 +29,7 @@ from gregale.programs.runtime.evaluation import format_losses, format_tasks, tas
 from gregale.programs.runtime.memory import check_program
 from gregale.programs.runtime.sampler import Sampler, training_sampler
 from gregale.programs.runtime.setup import Setup
-from gregale.programs.runtime.trained_model import FrozenSource, checkpoint_metadata, checkpointed
+from gregale.programs.runtime.trained_model import FrozenSource, checkpoint_metadata, checkpointed, reads_average
 from gregale.programs.train.exports import Exports
 from gregale.programs.train.resume import Start, converted
 from gregale.programs.train.stages import PreparedStage
@@ -472,8 +472,10 @@ class Loop:
         method = self._steps.method
         state, program, setup = self._steps.state, self._stage.trained(method), self._stage.setup
 
+        average = state.average if reads_average(setup) else None
+
         def trained(of_method: Any) -> Any:
-            return setup.holding(program(of_method), state.frozen)[0]
+            return setup.holding(program(of_method, average), state.frozen)[0]
 
         return StepContext(step, state, method, batch, trained, self._steps.stop.ask, self._steps.stop.check)
 

@@ -98,6 +98,8 @@ def starting_point(
     state = converted(setup, state, step, saved_by(saved, restored.metadata))
     if state.spikes is None and setup.config.skip_spikes is not None:
         state = state._replace(spikes=setup.new_spikes(step))
+    if state.average is None and setup.config.average is not None:
+        state = state._replace(average=setup.new_average(step, state.method))
     sent, examples = (recorded(restored.metadata, name) for name in ("replica_bytes", "examples"))
     unfinished = restored.metadata.get("unfinished", False)
     return Start(state, step, sent, examples, with_mixture(mixtures, examples, *mixture), base, unfinished)
@@ -146,7 +148,9 @@ def _moved(setup: Setup, method: Method, change, state: TrainState) -> TrainStat
     move = jax.jit(
         lambda inner: new_train_state(method, change(inner), 0), out_shardings=shardings, compiler_options=options
     )
-    return move(state.method)._replace(step=state.step, frozen=state.frozen)
+    found = move(state.method)
+    average = found.average if state.average is None else jax.device_put(state.average, shardings.average)
+    return found._replace(step=state.step, frozen=state.frozen, average=average)
 
 
 def origin_of(config: TrainConfig) -> RunDirectory:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import repeat
 from typing import Any
 
@@ -22,14 +22,14 @@ from gregale.methods.method import Method
 from gregale.programs.runtime.build import set_up
 from gregale.programs.runtime.evaluation import Evaluator, evaluation_text
 from gregale.programs.runtime.setup import Setup
-from gregale.programs.runtime.trained_model import decoder_of
+from gregale.programs.runtime.trained_model import decoder_of, reads_average
 from gregale.programs.train.step_log import is_due
 from gregale.runs.config import TrainConfig
 from gregale.runs.process_agreement import agree_on_text
 from gregale.runs.rules import check
 from gregale.settings import TRAINING
 from gregale.tracking.trackers import check_installed
-from gregale.training.state import Stepper, abstract_state
+from gregale.training.state import Stepper, abstract_state, eval_model
 
 OF_A_STEP, OF_AN_EVALUATION = "a step", "an evaluation"
 FIRST_STEPS = 10_000  # of a stage, in which its programs are looked for
@@ -52,7 +52,7 @@ class PreparedStage:
 
     def _of(self, method: Method) -> tuple[Stepper, Callable[..., Any]]:
         if method.name not in self._programs:
-            trained = jax.jit(method.eval_model, compiler_options=self.setup.compiler_options)
+            trained = jax.jit(partial(eval_model, method), compiler_options=self.setup.compiler_options)
             self._programs[method.name] = self.setup.stepper(method), trained
         return self._programs[method.name]
 
@@ -61,7 +61,10 @@ class PreparedStage:
         return self._of(method)[0]
 
     def trained(self, method: Method) -> Callable[..., Any]:
-        """Return the program from a state of the method to the model to evaluate, the same one for every call."""
+        """Return the program from a state of the method, and an average or None, to the model to evaluate.
+
+        It is the same one for every call.
+        """
         return self._of(method)[1]
 
     @cached_property
@@ -92,9 +95,10 @@ class PreparedStage:
         if self.evaluator is None or not (ends or any(is_due(step, every) for step in steps)):
             return
         state, program = abstract_state(method, self.setup.model), self.trained(method)
-        compiled = program.lower(state.method).compile()
+        given = state.method, state.average if reads_average(self.setup) else None
+        compiled = program.lower(*given).compile()
         yield lambda: compiled
-        model = with_shardings(jax.eval_shape(program, state.method), compiled.output_shardings)
+        model = with_shardings(jax.eval_shape(program, *given), compiled.output_shardings)
         yield from self.evaluator.compilations(*self.setup.holding(model, state.frozen))
 
 
