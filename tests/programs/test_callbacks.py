@@ -87,7 +87,7 @@ def test_early_stopping_ends_a_run_as_complete_and_other_callbacks_go_on(gregale
         why = "2 evaluations in a row have found no eval_loss below "
         out = capsys.readouterr().out
         assert f"A callback ended the run after step 7 of 12: {why}" in out
-        assert out.splitlines()[-1].startswith("Done. Held-out loss ")
+        assert out.splitlines()[-2].startswith("Done. Held-out loss ")
         run = inputs / "runs" / "early"
         assert checkpoint_steps(run)[-1] == 7
         assert [line["step"] for line in lines(run) if "eval_loss" in line] == [2, 4, 6, 7]

@@ -203,7 +203,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
     (tmp_path / "latin.yaml").write_bytes(b"name: \xe9")
     for name, message in (
         ("nothing.yaml", r"nothing\.yaml: there is no such configuration file"),
-        (".", "cannot be read: Is a directory"),
+        (".", "is a folder, not a configuration file"),
         ("latin.yaml", r"latin\.yaml: not UTF-8 at byte 6"),
     ):
         with pytest.raises(UserError, match=message):

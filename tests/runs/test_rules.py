@@ -40,6 +40,7 @@ REFUSED = [  # in the order of the rules: arguments, and what the message has be
     (f"{TUNED} --adapter.base int8 --compute.remat none", "compute.remat is none and pipeline is null"),
     (f"{TUNED} --model.parametrisation.type complete_p", "adapter is set and model.parametrisation is set"),
     ("--model.parametrisation.type complete_p --optimizer.type sgd", "optimizer.type is sgd"),
+    ("--average.evaluate --sync.type diloco --mesh.replica 8 --sync.evaluate average", "sync.evaluate is average"),
     (f"{DPO} --start_from null", "objective.type is dpo"),
     (f"{DPO} --data.sources.words.form prompt", "data.sources.words is set"),
     (f"{DPO} --objective.type next_token", "data.sources.words is set"),
@@ -86,9 +87,11 @@ REFUSED = [  # in the order of the rules: arguments, and what the message has be
         "8 replicas train separately, with 2 mixtures. ... set mesh.replica to 2",
     ),
     ("--checkpoint.every 15m --islands.lockstep", "checkpoint.every is 15m"),
+    ("--average.decay 0.9 --islands.lighthouse a:1 --islands.token_file t --sync.type diloco", "average is set"),
     ("--mesh.island 2 --mesh.replica 4", "mesh.island is 2 and sync.type is psdp"),
     ("--mesh.replica 8 --reduce.codec topk", "sync.type is psdp and reduce.codec is topk"),
     ("--plugins '[gossip]' --sync.type gossip --reduce.codec int8", "sync.type is gossip"),
+    ("--plugins '[gossip]' --sync.type gossip --mesh.replica 8 --average.every 2", "sync.type is gossip"),
     ("--sync.type diloco --mesh.replica 8 --reduce.codec topk --sync.outer.momentum 0.9", "and reduce.codec is topk"),
 ]
 RULES: list[Rule] = page_tables().every_rule()

@@ -224,6 +224,7 @@ def _below(config_class: type, listed: Sequence[Entry], topic: str) -> list[Entr
     found = [entry for entry in listed if _is_below(entry.key, [topic])]
     if not found:
         near = suggestions(topic, config_class, {entry.key: entry for entry in listed})
+        near = [each for each in near if any(_is_below(entry.key, [each]) for entry in listed)]
         first = ", ".join(sorted({entry.key.partition(".")[0] for entry in listed}))
         hint = did_you_mean(near) or f" The first parts of the keys are: {first}."
         raise UserError(f"--help {topic}: there is no such key.{hint}")

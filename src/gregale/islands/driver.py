@@ -622,6 +622,7 @@ class Driver:
             case protocol.Install(outer, keeps):
                 arrival = commands.LoadOuterState(outer.round, self.worker.install(outer), keeps)
                 self._ended(outer, arrival, 0.0, healed=True)
+                self.report(f"healed: this island has the outer state of round {outer.round} from its peers", False)
             case protocol.Publish(outer):
                 self._take_over(outer)
                 self.worker.publish(outer)

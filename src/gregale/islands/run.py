@@ -146,6 +146,8 @@ def train(run: PreparedRun, token: bytes) -> int:
         if steps.complete and not run.checkpoints.failure:
             by_first_process(resources.controller.confirm, None)
     run.progress.at(steps.step, Phase.ENDING)
+    if steps.complete and steps.step < config.steps:
+        run.console.message(f"The fleet has done all its rounds, and this island {steps.step:,} steps in them.")
     left = "Left the fleet by {signal} after step {step} and saved; the same command joins it again."
     return run.exit_code(steps, evaluation.latest, left)
 

@@ -476,7 +476,8 @@ class Decoder:
         if TYPE not in given:
             name = choice_name(registry, default)
             if name is None:
-                raise UserError(f"`{join(key, TYPE)}` is missing{self._at(key)}; valid choices: {names}.")
+                beside = next((each for each in self.origins if each.startswith(f"{key}.")), key)  # a key that is given
+                raise UserError(f"`{join(key, TYPE)}` is missing{self._at(beside)}; valid choices: {names}.")
             return name, known[name]
         name = given.pop(TYPE)
         if not isinstance(name, str) or name not in known:
@@ -600,9 +601,6 @@ class Decoder:
         return UserError(f"{found} is {_describe(raw)}; expected {type_name(kind)}{meaning}{advice}.")
 
     def _at(self, key: str) -> str:
-        """Return the origin of a key in parentheses: its own, or that of a key below it, or of its section."""
-        below = next((each for each in self.origins if each.startswith(f"{key}.")), key)
-        key = key if key in self.origins else below
         while key and key not in self.origins:
             key = key.rpartition(".")[0]
         return f" ({self.origins[key]})" if key else ""

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import math
 import os
 import sys
 import time
@@ -28,6 +29,7 @@ from gregale.tracking.callback import Callback, Callbacks, Metrics, RunInfo, fin
 from gregale.tracking.metrics import METRICS_FILE
 
 _PLAIN_INTERVAL_SECONDS = 5.0
+_KEPT_INTERVAL_SECONDS = 60.0
 
 
 class Console(Callback):
@@ -58,6 +60,7 @@ class Console(Callback):
         self._tasks: dict[str, rich_progress.TaskID] = {}
         self._steps, self._first = 0, 1
         self._last_plain: dict[str, float] = {}
+        self._last_kept = -math.inf
 
     def begin(self, steps: int, done: int = 0) -> None:
         """Set the number of steps of the run and the number of steps done, before the first `on_step`.
@@ -77,8 +80,12 @@ class Console(Callback):
         self._rich.print(printable(text), soft_wrap=not self._is_live)
 
     def on_step(self, step: int, metrics: Metrics) -> None:
-        """Show the metrics of a step in the progress line."""
-        self._show("step", self._training_text(step, metrics), step, self._steps)
+        """Show the metrics of a step in the progress line; once a minute in a line of its own, which stays."""
+        text, now = self._training_text(step, metrics), self._clock()
+        if self._is_live and now - self._last_kept >= _KEPT_INTERVAL_SECONDS:
+            self._last_kept = now
+            self.message(f"step {text}")
+        self._show("step", text, step, self._steps)
 
     def on_evaluation(self, step: int, metrics: Metrics) -> None:
         """Print the metrics of an evaluation."""
@@ -247,6 +254,11 @@ class TrackerConfig(Settings, draccus.ChoiceRegistry):
         """Start the tracker for a run."""
         raise AssertionError("only the choices are opened")
 
+    def shown_by(self, folder: StoragePath) -> str:
+        """Return a sentence with the command that shows what the tracker has written for a run; "" for none."""
+        del folder
+        return ""
+
 
 class _TensorBoardTracker(Tracker):
     def __init__(self, run: RunInfo):
@@ -271,6 +283,9 @@ class TensorBoardConfig(TrackerConfig):
 
     def open(self, run: RunInfo) -> Callback:
         return _TensorBoardTracker(run)
+
+    def shown_by(self, folder: StoragePath) -> str:
+        return f"TensorBoard: `tensorboard --logdir {folder / 'tensorboard'}`."
 
 
 class _SessionTracker(Tracker):

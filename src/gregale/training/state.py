@@ -145,9 +145,7 @@ class Stepper:
         compiled = partial(jax.jit, donate_argnums=0, out_shardings=(shardings, None), compiler_options=options)
         self.program = compiled(partial(counted_step, method))
         self.synchronise = compiled(self._after)
-        self.add = jax.jit(
-            partial(with_average, method), donate_argnums=0, out_shardings=shardings, compiler_options=options
-        )
+        self.add = None if method.average is None else compiled(partial(with_average, method), out_shardings=shardings)
 
     def __call__(self, state: TrainState, batch: Tree, step: int) -> tuple[TrainState, StepReport]:
         """Run step number `step` (from 1); `state` is donated."""
@@ -156,14 +154,14 @@ class Stepper:
         if actions.post_step is not None:
             state, outer = self.synchronise(state, actions.post_step)
             report = report._replace(metrics=report.metrics._replace(outer=outer))
-        if self._adds(step):
-            state = self.add(state)
+        if (add := self._due(step)) is not None:
+            state = add(state)
         return state, report
 
-    def _adds(self, step: int) -> bool:
-        """Return whether the parameters after a step are added to their average."""
+    def _due(self, step: int) -> Callable[..., Any] | None:
+        """Return the program that adds the parameters after a step to their average; None: they are not added."""
         average = self._method.average
-        return average is not None and step % average.every == 0
+        return self.add if average is not None and step % average.every == 0 else None
 
     def compilations(self, state: TrainState, batch: Tree, steps: Sequence[int]) -> Iterator[Callable[[], Any]]:
         """Yield functions that compile the programs of some steps, which later calls with such arrays use.
@@ -175,7 +173,7 @@ class Stepper:
             actions = self._method.actions(step)
             calls = [(self.program, (batch, *actions.step_args))]
             calls += [] if actions.post_step is None else [(self.synchronise, (actions.post_step,))]
-            calls += [(self.add, ())] if self._adds(step) else []
+            calls += [] if (add := self._due(step)) is None else [(add, ())]
             for program, arguments in calls:
                 leaves, structure = jax.tree.flatten(arguments)
                 key = program, structure, *map(jax.typeof, leaves)

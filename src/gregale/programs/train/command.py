@@ -35,6 +35,7 @@ from gregale.runs.run_lock import hold_run_lock
 from gregale.runs.sections import GUESTS
 from gregale.runs.stages import Change, changes, number_after
 from gregale.settings import Settings, setting, whole
+from gregale.storage import storage_path
 from gregale.tracking.callback import RunInfo
 from gregale.tracking.profile import Profile, Window
 from gregale.tracking.trackers import Console, open_trackers
@@ -200,7 +201,15 @@ class PreparedRun:
             by_first_process(lambda: self.directory.note_checkpoint(step, reason), None)
             self.console.message(f"A callback ended the run after step {step} of {config.steps}: {reason}.")
         self.console.message(summary(evaluation, self.corpus, config))
+        self.console.message(self.what_to_do_next())
         return 0
+
+    def what_to_do_next(self) -> str:
+        """Return the commands that show the curves of this run, and that let its model write."""
+        path = self.directory.path
+        name = self.setup.config.name if path == storage_path("runs") / self.setup.config.name else path
+        own = f'Its curves: `gregale report {name}`. Its text: `gregale sample {name} "The"`.'
+        return " ".join(filter(None, [own, *(each.shown_by(path) for each in self.setup.config.trackers)]))
 
 
 @contextmanager
