@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "gregale"
 
 LAYERS = [
     {"version", "errors", "settings", "atomic_files", "formatting", "scopes", "streams", "terminal", "storage", "axes"},
-    {"model", "data", "optim", "codecs", "cost", "timeline"},
+    {"model", "data", "optim", "codecs", "cost", "timeline", "failures"},
     {"communication", "huggingface", "inference", "evaluation", "objectives"},
     {"methods"},
     {"distributed"},

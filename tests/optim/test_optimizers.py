@@ -48,6 +48,7 @@ DIMENSIONS = {
     "output": MuonDimensionNumbers((1, 2), (3,)),
     "up": MuonDimensionNumbers((1,), (2,)),
 }
+HEADS = {"query": MuonDimensionNumbers((1,), (3,)), "output": MuonDimensionNumbers((2,), (3,))}
 MASK = {name: DECAYS.get(name, False) for name in AXES}
 SCHEDULE = optax.join_schedules(
     [optax.linear_schedule(0.01, 0.03, 2), optax.cosine_decay_schedule(0.03, STEPS - 2)], [2]
@@ -93,7 +94,7 @@ def plain_muon(matrices=DIMENSIONS, **settings):
         weight_decay_mask=None,
         adam_b1=0.9,
         adam_b2=0.95,
-        muon_weight_dimension_numbers={name: DIMENSIONS[name] if name in matrices else None for name in AXES},
+        muon_weight_dimension_numbers={name: matrices.get(name) for name in AXES},
         **settings,
     )
     return clipped(oracle)
@@ -123,10 +124,14 @@ CASES = {
     ),
     "muon": (MuonConfig(**SETTINGS, decay="all"), plain_muon(consistent_rms=0.2)),
     "muon, scaled by shape": (MuonConfig(**SETTINGS, decay="all", rms=None), plain_muon()),
+    "muon, a matrix a head": (
+        MuonConfig(**SETTINGS, decay="all", heads=True),
+        plain_muon(DIMENSIONS | HEADS, consistent_rms=0.2),
+    ),
     "muon, no nesterov, AdamW at its own rate and for two matrices": (
         MuonConfig(**SETTINGS, decay="all", nesterov=False, adamw_learning_rate=0.06, adamw="*up|*query", iterations=3),
         plain_muon(
-            ["output"],
+            {"output": DIMENSIONS["output"]},
             consistent_rms=0.2,
             nesterov=False,
             ns_steps=3,

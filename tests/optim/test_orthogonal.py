@@ -38,9 +38,9 @@ def tree(seed: int):
 
 
 @lru_cache
-def expected(seed: int):
+def expected(seed: int, config: MuonConfig = CONFIG):
     """The updates of one device, for the gradients `tree(seed)`."""
-    plain = CONFIG.build(tree(0), 10).gathered
+    plain = config.build(tree(0), 10).gathered
     return jax.jit(plain.update)(tree(seed), plain.init(tree(0)), tree(0))[0]
 
 
@@ -58,21 +58,22 @@ def compiled(optimizer: Optimizer, layout: Layout):
     return step.lower(*arguments).compile(), arguments
 
 
+@pytest.mark.parametrize("heads", [False, True])
 @pytest.mark.parametrize("sizes", [{"replica": 2, "data": 2, "model": 2}, {"replica": 1, "data": 8}])
-def test_on_a_mesh_the_updates_are_those_of_one_device(sizes):
-    layout = layout_of(**sizes)
-    step, arguments = compiled(CONFIG.build(tree(0), 10, layout), layout)
+def test_on_a_mesh_the_updates_are_those_of_one_device(sizes, heads):
+    layout, config = layout_of(**sizes), replace(CONFIG, heads=heads)
+    step, arguments = compiled(config.build(tree(0), 10, layout), layout)
     for name, update in step(*arguments).items():
-        np.testing.assert_allclose(update.array, expected(1)[name].array, rtol=1e-5, atol=1e-7, err_msg=name)
+        np.testing.assert_allclose(update.array, expected(1, config)[name].array, rtol=1e-5, atol=1e-7, err_msg=name)
     assert set(COLLECTIVE.findall(step.as_text())) == {"all-to-all"}, "and these run over data and model only"
 
 
 @pytest.mark.parametrize("sizes", [{"replica": 2, "data": 2, "model": 2}, {}])
 def test_flops_by_hand(sizes):
-    """On 2 x 2 devices of a replica, each of which has one of three matrices, or of one; on one device all of them."""
+    """On 2 x 2 devices of a replica, which divide 6 square matrices and 4 oblong ones; on one device all of them."""
     layout = layout_of(**sizes)
     square, oblong = 4 * 16**2 * 16 + 2 * 16**3, 4 * 16**2 * 32 + 2 * 16**3
-    on_device = 3 * (2 * square + 2 * oblong) if sizes else 3 * (3 * (2 * square + oblong) + oblong)
+    on_device = 3 * (2 * square + oblong) if sizes else 3 * (3 * (2 * square + oblong) + oblong)
     update = CONFIG.build(tree(0), 10, layout).gathered
     traced = jax.make_jaxpr(lambda u, p: update.update(u, update.init(p), p)[0])(tree(1), tree(0))
     assert work_of(traced).flops == on_device * layout.mesh.size
@@ -96,11 +97,12 @@ def test_it_sends_each_matrix_there_and_back(sizes):
     crossed = [axis for axis in ("stage", "data", "model") if sizes.get(axis, 1) > 1]
     assert {kind for kind, *_ in found} == ({"all-to-all"} if crossed else set())
     assert {axis for _, axes, _ in found for axis in axes} == set(crossed), "nothing crosses replica"
+    assert all(count == 4 for count in Counter(axes for _, axes, _ in found.elements()).values()), "of two shapes"
     devices = layout.mesh.size // layout.replicas
     for axes in {axes for _, axes, _ in found}:
-        # zero matrices fill up the three of a stack
+        # zero matrices fill up the six and the four of a stack
         sent = sum(size * count for (_, each, size), count in found.items() if each == axes)
-        assert sent % (2 * -(-3 // devices)) == 0
+        assert sent == 2 * 4 * (16 * 16 * -(-6 // devices) + 16 * 32 * -(-4 // devices))
 
 
 def test_without_the_layout_the_partitioner_spreads_the_products_over_the_mesh():

@@ -168,6 +168,7 @@ def clip_by_norm(limit: float, of_gradients: bool = True) -> optax.GradientTrans
 
 
 VOCAB = "vocab"
+HEADS = ("heads", "kv_heads")
 
 
 class MatrixAxes(NamedTuple):
@@ -177,7 +178,7 @@ class MatrixAxes(NamedTuple):
     outputs: tuple[str | int, ...]
 
 
-def matrix_axes(leaf: NamedArray | jax.Array) -> MatrixAxes | None:
+def matrix_axes(leaf: NamedArray | jax.Array, heads: bool = False) -> MatrixAxes | None:
     """Return the sides of a parameter, or None if it is not a matrix: norm scales, biases, embeddings, output heads.
 
     With names: `embed` is one side, all axes but `layers` are the other, and the side that comes first is the input:
@@ -185,10 +186,13 @@ def matrix_axes(leaf: NamedArray | jax.Array) -> MatrixAxes | None:
     expert is a matrix: `[layers, experts, embed, mlp]` has a batch axis `experts`. In adapters `lora_rank` is that
     side. An array with a `vocab` axis, and one without such a side (an attention bias `[layers, heads, head_size]`), is
     not a matrix. Without names: an array with exactly two axes.
+
+    - `heads`: each head is a matrix: heads are a batch axis too
     """
     if not isinstance(leaf, NamedArray):
         return MatrixAxes((0,), (1,)) if leaf.ndim == 2 else None
-    names = [name for name in leaf.axis_names if not is_layers(name) and name != EXPERTS]
+    batch = (EXPERTS, *HEADS) if heads else (EXPERTS,)
+    names = [name for name in leaf.axis_names if not is_layers(name) and name not in batch]
     side = LORA_RANK if LORA_RANK in names else EMBED
     others = tuple(name for name in names if name != side)
     if side not in names or not others or VOCAB in names:

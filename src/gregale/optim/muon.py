@@ -2,18 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from haliax import NamedArray
-from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
-from gregale.axes.layout import Layout, is_named
+from gregale.axes.layout import EMBED, LORA_RANK, Layout, is_named
 from gregale.axes.parameters import has_name, names_of_arrays, trainable
 from gregale.errors import KeyedError
 from gregale.model.parametrisation import Scaling
@@ -25,7 +26,6 @@ from gregale.optim.config import (
     Optimizer,
     OptimizerConfig,
     check_match,
-    map_parameters,
     matrix_axes,
 )
 from gregale.optim.moments import kept_in
@@ -34,52 +34,96 @@ from gregale.settings import DECAY, Fixed, above, at_least, restated, setting, w
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of Newton-Schulz (Jordan, 2024)
 
 
+class Form(NamedTuple):
+    """How the matrices of a parameter lie in its array, and in its shards.
+
+    - `order`: the axes of [*batch, *first side, *second side]; the first side is that of `embed`
+    - `batch`, `first`: the numbers of batch axes, and of axes of the first side
+    - `sides`: the sizes of both sides' axes
+    - `split`: the places of the axes of [matrices, *sides] that the mesh splits, with their mesh axes
+    """
+
+    order: tuple[int, ...]
+    batch: int
+    first: int
+    sides: tuple[int, ...]
+    split: tuple[tuple[int, tuple[str, ...]], ...]
+
+    @staticmethod
+    def of(leaf: NamedArray | jax.Array, sides: MatrixAxes, layout: Layout | None) -> "Form":
+        names: list[str | int] = [*leaf.axis_names] if isinstance(leaf, NamedArray) else [*range(leaf.ndim)]
+        ordered = sorted(sides, key=lambda side: not {EMBED, LORA_RANK}.issuperset(side))
+        first, second = ([names.index(axis) for axis in side] for side in ordered)
+        batch = [axis for axis in range(len(names)) if axis not in first + second]
+        shape, split = jax.tree.leaves(leaf)[0].shape, []
+        if layout is not None and isinstance(leaf, NamedArray):
+            splits = layout.splits(leaf.axes, layout.params)
+            split = [(place, splits[axis]) for place, axis in enumerate(first + second, 1) if splits[axis]]
+        sizes = tuple(shape[axis] for axis in first + second)
+        return Form((*batch, *first, *second), len(batch), len(first), sizes, tuple(split))
+
+    def stack(self, local: jax.Array) -> jax.Array:
+        """Turn a shard into [matrices, *sides]."""
+        ordered = local.transpose(self.order)
+        return ordered.reshape(-1, *ordered.shape[self.batch :])
+
+    def unstack(self, stack: jax.Array, local: jax.Array) -> jax.Array:
+        """Turn [matrices, *sides] into the form of a shard."""
+        shape = [local.shape[axis] for axis in self.order]
+        return stack.reshape(shape).transpose([self.order.index(axis) for axis in range(local.ndim)])
+
+
 def orthogonalise(
-    leaf: NamedArray | jax.Array, sides: MatrixAxes, layout: Layout | None, iterations: int, epsilon: float
-) -> NamedArray | jax.Array:
-    """Return every matrix of `leaf` with its singular values near 1 (Jordan, 2024), in the shape of `leaf`.
+    leaves: Sequence[NamedArray | jax.Array],
+    sides: Sequence[MatrixAxes],
+    layout: Layout | None,
+    iterations: int,
+    epsilon: float,
+) -> list[NamedArray | jax.Array]:
+    """Return every matrix of every leaf with its singular values near 1 (Jordan, 2024), in the shapes of the leaves.
 
-    With a `layout`, a named array enters and leaves as shards of `params`. The devices divide the matrices of a stack.
-    An all-to-all over the mesh axes that split a matrix brings whole matrices to each device, which iterates alone.
-    Another all-to-all returns the shards. Nothing crosses `replica`. Without this, the partitioner splits each product
-    over all free axes, including `replica`.
+    With a `layout`, named arrays enter and leave as shards of `params`. Matrices of equal shape and split, of all
+    parameters, are one stack. The devices divide it. An all-to-all over the mesh axes that split a matrix brings whole
+    matrices to each device, which iterates alone. Another all-to-all returns the shards. Nothing crosses `replica`.
+    Without this, the partitioner splits each product over all free axes, including `replica`.
 
-    - `leaf`: [*batch, *inputs, *outputs] in any order of axes
-    - `sides`: the axes of inputs and outputs; all others are batch axes
+    - `leaves`: [*batch, *inputs, *outputs] in any order of axes
+    - `sides`: the axes of inputs and outputs of each; all others are batch axes
     - `layout`: the mesh and the mappings; None outside of a mesh
     """
-    named = isinstance(leaf, NamedArray)
-    names: list[str | int] = [*leaf.axis_names] if named else [*range(leaf.ndim)]
-    array = leaf.array if named else leaf
-    inputs, outputs = ([names.index(axis) for axis in side] for side in sides)
-    batch = [axis for axis in range(array.ndim) if axis not in inputs + outputs]
-    order = batch + inputs + outputs
-    spec = layout.spec(leaf.axes, layout.params) if layout is not None and named else PartitionSpec()
-    split = _split(leaf, sides, layout)
-
-    def shards(local: jax.Array) -> jax.Array:
-        ordered = local.transpose(order)
-        stack = ordered.reshape(-1, *ordered.shape[len(batch) :])
-        whole = _bring_together(stack, split)
-        flat = whole.reshape(whole.shape[0], prod(whole.shape[1 : 1 + len(inputs)]), -1)
-        done = _newton_schulz(flat, iterations, epsilon).reshape(whole.shape)
-        back = _spread_again(done, split)[: stack.shape[0]]
-        return back.reshape(ordered.shape).transpose([order.index(axis) for axis in range(len(order))])
-
-    result = shards(array) if layout is None or not named else layout.shard_map(shards, spec, spec)(array)
-    return NamedArray(result, leaf.axis_names) if isinstance(leaf, NamedArray) else result
+    forms = [Form.of(*each, layout) for each in zip(leaves, sides, strict=True)]
+    groups: dict[tuple, list[int]] = {}
+    for number, (leaf, form) in enumerate(zip(leaves, forms, strict=True)):
+        key = is_named(leaf), leaf.dtype, form.first, form.sides, form.split
+        groups.setdefault(key, []).append(number)
+    found = [*leaves]
+    for numbers in groups.values():
+        arrays = [jax.tree.leaves(leaves[number])[0] for number in numbers]
+        run = partial(_orthogonal, [forms[number] for number in numbers], iterations, epsilon)
+        named = [leaf for leaf in (leaves[number] for number in numbers) if isinstance(leaf, NamedArray)]
+        if layout is not None and named:
+            specs = tuple(layout.spec(leaf.axes, layout.params) for leaf in named)
+            run = layout.shard_map(run, specs, specs)
+        for number, array in zip(numbers, run(*arrays), strict=True):
+            found[number] = jax.tree.map(lambda _, array=array: array, leaves[number])
+    return found
 
 
-def _split(leaf: NamedArray | jax.Array, sides: MatrixAxes, layout: Layout | None) -> list[tuple[int, tuple[str, ...]]]:
-    """Return the indices of the axes of [matrices, *inputs, *outputs] that the mesh splits, with their mesh axes."""
-    if layout is None or not isinstance(leaf, NamedArray):
-        return []
-    splits = dict(zip(leaf.axis_names, layout.splits(leaf.axes, layout.params), strict=True))
-    mesh_axes = [splits[str(axis)] for side in sides for axis in side]
-    return [(place, axes) for place, axes in enumerate(mesh_axes, 1) if axes]
+def _orthogonal(forms: Sequence[Form], iterations: int, epsilon: float, *shards: jax.Array) -> tuple[jax.Array, ...]:
+    """Compute `orthogonalise` of the shards of a group, whose forms differ in nothing but the order of axes."""
+    stacks = [form.stack(local) for form, local in zip(forms, shards, strict=True)]
+    first, split = forms[0].first, forms[0].split
+    # XLA would make the concatenation the operands of the all-to-all, and refuse them for their different layouts.
+    together = jax.lax.optimization_barrier(jnp.concatenate(stacks)) if len(stacks) > 1 else stacks[0]
+    whole = _bring_together(together, split)
+    flat = whole.reshape(whole.shape[0], prod(whole.shape[1 : 1 + first]), -1)
+    done = _newton_schulz(flat, iterations, epsilon).reshape(whole.shape)
+    ends = np.cumsum([len(stack) for stack in stacks])
+    back = jnp.split(_spread_again(done, split)[: ends[-1]], ends[:-1])
+    return tuple(form.unstack(*each) for form, each in zip(forms, zip(back, shards, strict=True), strict=True))
 
 
-def _bring_together(stack: jax.Array, split: list) -> jax.Array:
+def _bring_together(stack: jax.Array, split: Sequence) -> jax.Array:
     """Turn [matrices, *sides in shards] into [matrices / devices, *whole sides]; zero matrices fill up the last."""
     devices = prod(jax.lax.axis_size(axes) for _, axes in split)
     stack = jnp.pad(stack, [(0, -stack.shape[0] % devices)] + [(0, 0)] * (stack.ndim - 1))
@@ -88,7 +132,7 @@ def _bring_together(stack: jax.Array, split: list) -> jax.Array:
     return stack
 
 
-def _spread_again(stack: jax.Array, split: list) -> jax.Array:
+def _spread_again(stack: jax.Array, split: Sequence) -> jax.Array:
     """Invert `_bring_together`, except that zero matrices stay."""
     for axis, mesh_axes in reversed(split):
         stack = jax.lax.all_to_all(stack, mesh_axes, split_axis=axis, concat_axis=0, tiled=True)
@@ -124,6 +168,9 @@ class MuonConfig(OptimizerConfig):
     matrix. On shards, every iteration would send matrix products over `replica`. So the momentum is `sharded`, the rest
     is `gathered`, and Muon sends the same bytes over `replica` as AdamW.
 
+    With `heads`, each head's part of query, key, value and output is a matrix, so that no head gets an update for the
+    sake of another's large gradient.
+
     `scale` is `rms * sqrt(max(inputs, outputs))`, which gives updates the size of AdamW's, so that both share learning
     rate and weight decay; with `rms: null` it is `sqrt(max(1, outputs / inputs))`.
     """
@@ -136,6 +183,9 @@ class MuonConfig(OptimizerConfig):
     nesterov: bool = setting(True, "look one step ahead along the momentum (AdamW's too)")
     iterations: int = setting(5, "Newton-Schulz iterations", range=whole(1, 100), aliases=("ns_steps",))
     rms: float | None = setting(0.2, "size of an update's elements; null: scale by shape instead", range=above(0))
+    heads: bool = setting(
+        False, "each head of attention is a matrix of its own; else those of a layer are one", by_topic=True
+    )
     adamw_learning_rate: float | None = setting(None, "AdamW's peak; null: Muon's", range=at_least(0))
     adamw: str | None = setting(
         None,
@@ -168,9 +218,7 @@ class MuonConfig(OptimizerConfig):
             optax.scale_by_learning_rate(self.build_schedule(self._adamw_peak, steps)),
             others.rates(parameters),
         )
-        orthogonal = optax.stateless(
-            lambda updates, _: map_parameters(lambda leaf: self.orthogonal(leaf, layout), updates)
-        )
+        orthogonal = optax.stateless(lambda updates, _: self.orthogonal(updates, layout))
         decay, rate = self.add_decay(parameters, matrices), optax.scale_by_learning_rate(schedule)
         muon = optax.chain(orthogonal, decay, rate, matrices.rates(parameters))
         momentum = kept_in(self.moments, scale_by_momentum(self.momentum, self.nesterov))
@@ -195,7 +243,7 @@ class MuonConfig(OptimizerConfig):
         if 0 < len(given) < len(names):
             reason = f", which has {given[0]}, and not the same array of all layers. Give them in full, with `layer.*`."
             raise KeyedError("adamw", f"is {self.adamw!r}", reason)
-        return None if given else matrix_axes(leaf)
+        return None if given else matrix_axes(leaf, self.heads)
 
     @property
     def _adamw_peak(self) -> float:
@@ -204,16 +252,22 @@ class MuonConfig(OptimizerConfig):
     def _of_matrices(self, groups: Groups) -> Groups:
         return replace(groups, rate="spectral" if self.rms is None else "rms")
 
-    def orthogonal(self, leaf: NamedArray | jax.Array, layout: Layout | None):
-        """Return `scale * orthogonal(leaf)` for every matrix of a stack."""
-        sides = matrix_axes(leaf)
-        assert sides is not None, "only matrices are labelled for Muon"
+    def orthogonal(self, updates, layout: Layout | None):
+        """Return `scale * orthogonal(leaf)` for every matrix of the stacks of a tree."""
+        leaves, structure = jax.tree.flatten(trainable(updates), is_leaf=is_named)
+        every = [matrix_axes(leaf, self.heads) for leaf in leaves]
+        sides = [each for each in every if each is not None]  # only matrices are labelled for Muon
+        found = orthogonalise(leaves, sides, layout, self.iterations, self.epsilon)
+        scales = [self._scale(*each) for each in zip(leaves, sides, strict=True)]
+        return structure.unflatten(
+            jax.tree.map(partial(jnp.multiply, scale), leaf) for scale, leaf in zip(scales, found, strict=True)
+        )
+
+    def _scale(self, leaf: NamedArray | jax.Array, sides: MatrixAxes) -> float:
         names = leaf.axis_names if isinstance(leaf, NamedArray) else range(leaf.ndim)
         sizes = dict(zip(names, jax.tree.leaves(leaf)[0].shape, strict=True))
         fan_in, fan_out = (prod(sizes[axis] for axis in side) for side in sides)
-        scale = max(1, fan_out / fan_in) ** 0.5 if self.rms is None else self.rms * max(fan_in, fan_out) ** 0.5
-        result = orthogonalise(leaf, sides, layout, self.iterations, self.epsilon)
-        return jax.tree.map(lambda array: array * scale, result)
+        return max(1, fan_out / fan_in) ** 0.5 if self.rms is None else self.rms * max(fan_in, fan_out) ** 0.5
 
 
 def _partition(labels, transformations) -> optax.GradientTransformationExtraArgs:

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 import numpy as np
 
 from gregale.errors import UserError
+from gregale.failures import Failures, useful_shares
 from gregale.programs.command import Command
 from gregale.settings import Range, Settings, between, setting, whole
 from gregale.terminal import Console, print_table
@@ -77,6 +78,25 @@ class SimulateConfig(Settings):
     latency_seconds: float = setting(
         0.0, "Delay of one message over one link.", range=between(0, 1e9), aliases=("latency", "delay_seconds")
     )
+    failures: bool = setting(False, "The share of useful steps under failures of chips, in place of bandwidths.")
+    chips: list[int] = field(
+        default_factory=lambda: [10_000, 100_000, 1_000_000],
+        metadata={"help": "Failures: chips of the whole run.", "range": whole(1)},
+    )
+    islands: list[int] = field(
+        default_factory=lambda: [10, 100, 1000],
+        metadata={"help": "Failures: islands into which they divide.", "range": whole(1)},
+    )
+    slice_chips: int = setting(256, "Failures: chips that leave with one that fails.", range=whole(1))
+    mtbf_days: float = setting(365.0, "Failures: mean time between failures of a chip.", range=SECONDS)
+    restart_seconds: float = setting(
+        300.0, "Failures: until the chips that a failure stopped compute again.", range=between(0, 1e9)
+    )
+    reconfigure_seconds: float = setting(
+        30.0, "Failures: wait of an elastic run that loses a slice or has one back.", range=between(0, 1e9)
+    )
+    repair_seconds: float = setting(3600.0, "Failures: until an elastic run has a slice back.", range=between(0, 1e9))
+    save_seconds: float = setting(30.0, "Failures: to save a checkpoint.", range=between(0, 1e9))
     json: bool = setting(False, "Print JSON in place of tables.")
 
 
@@ -95,6 +115,9 @@ def main(config: SimulateConfig) -> int:
     """Simulate and print tables or JSON; return 0; raise `UserError` if the simulation has too many events."""
     given = {each.name: getattr(config, each.name) for each in fields(Workload)}
     workload = replace(PRESETS[config.model], **{name: value for name, value in given.items() if value is not None})
+    if config.failures:
+        show_failures(config, workload)
+        return 0
     check_length(config, workload)
     cadence = Cadence(config.steps, config.period_steps, config.fragment_layers, config.overlap_steps)
     ring = Ring(config.sites, config.latency_seconds)
@@ -110,6 +133,29 @@ def main(config: SimulateConfig) -> int:
     else:
         _print_tables(report)
     return 0
+
+
+def show_failures(config: SimulateConfig, workload: Workload) -> None:
+    """Print the share of useful steps by method and number of chips."""
+    for count in config.islands:
+        if few := [each for each in config.chips if each < count]:
+            raise UserError(f"islands has {count:,}, but chips has {few[0]:,}: an island has at least one chip.")
+    failures = Failures(
+        chip_mtbf=config.mtbf_days * 86_400,
+        slice_chips=config.slice_chips,
+        restart=config.restart_seconds,
+        reconfigure=config.reconfigure_seconds,
+        repair=config.repair_seconds,
+        save=config.save_seconds,
+    )
+    heal = 32 * workload.parameters / (min(config.bandwidth, default=np.inf) * 1e9)
+    shares = useful_shares(failures, config.chips, config.islands, config.period_steps * workload.step_seconds, heal)
+    if config.json:
+        print(json.dumps({"chips": config.chips, "heal_seconds": heal, "useful_share": shares}, indent=2))
+        return
+    rows = [(name, *(f"{share:.1%}" for share in row)) for name, row in shares.items()]
+    title = "Share of useful steps (number of islands) by number of chips"
+    print_table(Console(), title, ("method", *(f"{each:,}" for each in config.chips)), rows)
 
 
 def report_of(config: SimulateConfig, workload: Workload, on_grid: dict[str, Run], asked: dict[str, Run]) -> dict:
