@@ -6,6 +6,7 @@
     python benchmarks/losses.py RUNS matmul_10m [--seeds 1]     # and in one of 10 million parameters: 1,000 steps
     python benchmarks/losses.py RUNS experts [--seeds 1 2 3]    # MLPs and experts with the same active parameters
     python benchmarks/losses.py RUNS moments [--seeds 1 2 3]    # the state of AdamW and Muon in float32 and bfloat16
+    python benchmarks/losses.py RUNS average [--seeds 1 2 3]    # the average of the parameters, and the last ones
     python benchmarks/losses.py RUNS headline_8 [--seeds 1 2 3] # OpenDiLoCo's table at this size, and more; also 2, 4
     python benchmarks/losses.py RUNS headline_gpu [--seeds 1]   # PSDP, DiLoCo and topk on one GPU, ten minutes
 
@@ -42,7 +43,7 @@ LAST_STEPS = 50  # whose training loss is averaged
 HEADLINE = {f"headline_{replicas}": replicas for replicas in (2, 4, 8)}
 GPU = "headline_gpu"
 FILES = {
-    **dict.fromkeys(("methods", "codecs", "moments"), "diloco_small.yaml"),
+    **dict.fromkeys(("methods", "codecs", "moments", "average"), "diloco_small.yaml"),
     **dict.fromkeys(("matmul", "matmul_10m", "experts"), "quickstart.yaml"),
     **dict.fromkeys((*HEADLINE, GPU), "opendiloco.yaml"),
 }
@@ -57,6 +58,7 @@ SIZES = {
     " --batch.sequence_length=32 --evaluation.batches=24",
     "codecs": SMALL,
     "moments": SMALL,
+    "average": SMALL,
     **{
         name: f"--log_every=10 --mesh.replicas_per_device={replicas} --batch.size={8 * replicas}"
         for name, replicas in HEADLINE.items()
@@ -142,6 +144,17 @@ def of_moments() -> Iterable[Setting]:
             yield Setting(f"{name}, {moments}", reference, PsdpConfig(), replace(optimizer, moments=moments))
 
 
+def of_average() -> Iterable[Setting]:
+    methods: dict[str, SyncConfig] = {"PSDP": PsdpConfig(), "DiLoCo": DilocoConfig(period=20)}
+    for name, sync in methods.items():
+        for schedule in ("cosine", "constant"):
+            reference, options = f"{name}, {schedule}", (f"--optimizer.schedule={{type: {schedule}, warmup: 0.1}}",)
+            for more in ("", "--average={decay: 0.98, evaluate: true}"):
+                label = f"{reference}, average" if more else reference
+                given = (*options, more) if more else options
+                yield Setting(label, reference, sync, AdamWConfig(learning_rate=2e-3), options=given)
+
+
 def of_headline(replicas: int) -> Iterable[Setting]:
     optimizer, outer = AdamWConfig(learning_rate=3e-3), DilocoConfig(period=30, warmup_steps=800)
     streaming, sparse = (
@@ -195,6 +208,7 @@ TABLES = {
     "methods": of_methods,
     "codecs": of_codecs,
     "moments": of_moments,
+    "average": of_average,
     **{name: partial(of_headline, replicas) for name, replicas in HEADLINE.items()},
     GPU: of_gpu,
     "matmul": partial(of_matmul, 4e-3),
