@@ -5,8 +5,6 @@ import re
 from pathlib import Path
 from types import ModuleType
 
-from markdown.extensions.toc import slugify
-
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Pages that are carried out from begin to end, their commands too (`test_snippets`).
@@ -37,12 +35,6 @@ def headings(text: str) -> list[str]:
     """The headings of a page as a reader sees them, without the marks of code and links."""
     marked = re.findall(r"^#{1,6} (.+)$", FENCE.sub("", text), re.MULTILINE)
     return [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "") for heading in marked]
-
-
-def anchors(text: str) -> set[str]:
-    """The anchors of a page that GitHub and the site both make of its headings; of equal headings that of the first."""
-    on_github = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings(text)}
-    return on_github & {slugify(heading, "-") for heading in headings(text)}
 
 
 def commands(text: str) -> list[str]:

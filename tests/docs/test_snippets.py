@@ -11,13 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from markdown.extensions.toc import slugify
 
 from gregale.cli import PROGRAMS, main, split_name
 from gregale.cli.invocation import bound
 from gregale.errors import UserError
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
-from tests.docs.pages import API, PAGES, ROOT, WALKS, anchors, blocks, commands, fences, name, pages_with
+from tests.docs.pages import API, PAGES, ROOT, WALKS, blocks, commands, fences, headings, name, pages_with
 from tests.forked import run
 from tests.plugins import EXAMPLES, plugins_from
 
@@ -102,6 +103,12 @@ def test_links_lead_somewhere():
     for page in PAGES:
         for target in LINK.findall(page.read_text()):
             assert target.startswith("https://") or (page.parent / target).exists(), (page, target)
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors of a page that GitHub and the site both make of its headings; of equal headings that of the first."""
+    on_github = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings(text)}
+    return on_github & {slugify(heading, "-") for heading in headings(text)}
 
 
 def sections_without_heading(page: Path, text: str) -> list[str]:
