@@ -31,6 +31,12 @@ def pages_with(*languages: str) -> list[Path]:
     return [page for page in PAGES if blocks(page.read_text(), *languages)]
 
 
+def headings(text: str) -> list[str]:
+    """The headings of a page as a reader sees them, without the marks of code and links."""
+    marked = re.findall(r"^#{1,6} (.+)$", FENCE.sub("", text), re.MULTILINE)
+    return [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "") for heading in marked]
+
+
 def commands(text: str) -> list[str]:
     """The command lines that a page shows, prompts and continuation lines resolved."""
     lines = []

@@ -34,6 +34,14 @@ def test_no_page_has_a_retired_word():
         assert RETIRED_WORDS.findall(page.read_text()) == [], page
 
 
+def test_the_glossary_defines_a_term_once():
+    """Terms that share a row are separated by commas."""
+    rows = re.findall(r"^\| ([^|]+) \|", (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE)
+    terms = [term for row in rows if row != "term" for term in row.split(", ")]
+    assert len(terms) > 60
+    assert sorted(terms) == sorted(set(terms))
+
+
 def test_sections_that_the_code_names_are_headings_of_pages():
     """The code names pages of the repository only, a section as `docs/design.md, "Heading"`."""
     for path in (*(ROOT / "src").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")):

@@ -8,19 +8,22 @@ import re
 import shlex
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from markdown.extensions.toc import slugify
 
 from gregale.cli import PROGRAMS, main, split_name
 from gregale.cli.invocation import bound
 from gregale.errors import UserError
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
-from tests.docs.pages import API, PAGES, ROOT, WALKS, blocks, commands, fences, name, pages_with
+from tests.docs.pages import API, PAGES, ROOT, WALKS, blocks, commands, fences, headings, name, pages_with
 from tests.forked import run
 from tests.plugins import EXAMPLES, plugins_from
 
 LINK = re.compile(r"\[[^\]]+\]\(([^)#\s]+)[^)]*\)")
+LINK_TO_SECTION = re.compile(r"\]\(([^)#\s:]*)#([^)\s]+)\)")
 
 
 @pytest.mark.parametrize("page", [page for page in pages_with("python") if page not in (*WALKS, API)], ids=name)
@@ -100,6 +103,30 @@ def test_links_lead_somewhere():
     for page in PAGES:
         for target in LINK.findall(page.read_text()):
             assert target.startswith("https://") or (page.parent / target).exists(), (page, target)
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors of a page that GitHub and the site both make of its headings; of equal headings that of the first."""
+    on_github = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings(text)}
+    return on_github & {slugify(heading, "-") for heading in headings(text)}
+
+
+def sections_without_heading(page: Path, text: str) -> list[str]:
+    """The links of a page to a section of this clone that GitHub or the site does not find."""
+    found = [((page.parent / target) if target else page, anchor) for target, anchor in LINK_TO_SECTION.findall(text)]
+    return [f"{at.name}#{anchor}" for at, anchor in found if anchor not in anchors(at.read_text())]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_to_sections_lead_to_headings(page):
+    assert sections_without_heading(page, page.read_text()) == []
+
+
+def test_a_section_that_only_the_site_finds_is_found():
+    """GitHub keeps all hyphens of a heading `--search`, and the site one."""
+    assert anchors("# A page\n## `--search`\n## A [link](b.md), and `code`\n") == {"a-page", "a-link-and-code"}
+    page = ROOT / "docs" / "plan.md"
+    assert sections_without_heading(page, "[a](tpu.md#none), [b](#flops)") == ["tpu.md#none"]
 
 
 def test_pictures_have_no_white_background_and_no_black():
