@@ -12,13 +12,15 @@ import optax
 import pytest
 from haliax import Axis, NamedArray
 
-from gregale.axes.layout import MeshConfig, make_mesh, standard_layout
+from gregale.axes.layout import MeshConfig, make_mesh, standard_layout, vmap_over
 from gregale.codecs.codec import ReduceConfig
 from gregale.communication.quantised import QuantisedReducer
 from gregale.methods.diloco import Diloco, QuantisedOuter, sending_layout, sync_axis
+from gregale.methods.method import PsdpState
 from gregale.methods.psdp import Psdp
 from gregale.methods.schedule import FRAGMENT, Fragment, Schedule
 from gregale.optim import Optimizer
+from gregale.optim.moments import Int8Moment
 from gregale.training.state import Stepper, initial_state
 
 LAYERS, WIDTH, ROWS = 5, 8, 16
@@ -309,3 +311,16 @@ def test_psdp_becomes_diloco_and_back():
     state, _ = jax.jit(method.step)(state, named_batch(rows(2)))
     own, joined = (values_of(each.sharded[0].trace) for each in (state.inner, to_psdp(state)))
     np.testing.assert_allclose(joined, own.mean(0), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.quick
+def test_moments_in_eight_bits_are_joined_by_their_values():
+    method = make(MeshConfig(replica=4, data=1), Schedule(2))
+    names, layout = ("replica", "mlp", "embed"), method.layout
+    values = np.random.default_rng(0).normal(size=(4, 3, 64)).astype(np.float32)
+    own = vmap_over(lambda each: Int8Moment.of(each, 1), "replica", layout)(NamedArray(jnp.asarray(values), names))
+    state = PsdpState({}, {"m": own}, {})
+    joined = jax.jit(lambda state: method.replicas.joined(state, {}))(state).sharded["m"].decoded().array
+    expected = np.asarray(vmap_over(Int8Moment.decoded, "replica", layout)(own).array).mean(0)
+    np.testing.assert_allclose(joined, expected, rtol=0.1, atol=0.02)
+    np.testing.assert_allclose(np.asarray(joined).mean(), expected.mean(), atol=2e-3)

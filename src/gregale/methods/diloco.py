@@ -46,6 +46,7 @@ from gregale.methods.schedule import (
     per_fragment,
 )
 from gregale.optim.config import Optimizer
+from gregale.optim.moments import Int8Moment, is_int8
 
 
 def sync_axis(layout: Layout) -> str:
@@ -133,12 +134,15 @@ class Replicas:
         """Turn [replica, ...] into the average [...] under a mapping; of counters, into the first."""
 
         def one(leaf):
+            if is_int8(leaf):
+                return Int8Moment.of(one(vmap_over(Int8Moment.decoded, self.axis, self.layout)(leaf)), 0)
             array = leaf.array if is_named(leaf) else leaf
             if not jnp.issubdtype(array.dtype, jnp.floating):
                 return leaf[self.axis, 0] if is_named(leaf) else leaf[0]
             return reduce_replicas(leaf, self.SyncAxis.size, self.outer, self.axis)
 
-        return self.layout.constrain(jax.tree.map(one, tree, is_leaf=is_named), mapping)
+        means = jax.tree.map(one, tree, is_leaf=lambda node: is_int8(node) or is_named(node))
+        return self.layout.constrain(means, mapping)
 
 
 class PerReplicaMethod(Method):

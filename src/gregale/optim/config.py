@@ -15,7 +15,7 @@ from gregale.axes.layout import EMBED, EXPERTS, LORA_RANK, Layout, Tree, is_laye
 from gregale.axes.parameters import has_name, layers_axis, names_of_arrays, trainable
 from gregale.errors import KeyedError, below
 from gregale.model.parametrisation import Scaling
-from gregale.optim.moments import MOMENTS, kept_in
+from gregale.optim.moments import MOMENTS, check_moments, kept_in
 from gregale.optim.schedules import CosineSchedule, ScheduleConfig
 from gregale.settings import DECAY, Fixed, Range, Settings, above, at_least, restated, setting, whole
 
@@ -281,7 +281,7 @@ class OptimizerConfig(Settings, draccus.ChoiceRegistry):
     )
     moments: str = setting(
         "float32",
-        "dtype of the state between steps",
+        "dtype of the state between steps; int8: in blocks with scales",
         choices=MOMENTS,
         aliases=("optim_dtype", "mu_dtype", "opt_dtype"),
         fixed=Fixed("it is the dtype of the state that a checkpoint has"),
@@ -307,6 +307,7 @@ class OptimizerConfig(Settings, draccus.ChoiceRegistry):
         Raises `UserError` if the schedule does not fit the run.
         """
         schedule = self.build_schedule(self.learning_rate, steps)
+        check_moments(self.moments, trainable(parameters), layout)
         groups = self.grouped(parameters, scalings)
         direction = kept_in(self.moments, self.direction())
         direction = optax.chain(groups.sizes(parameters), direction) if scalings else direction

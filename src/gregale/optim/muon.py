@@ -28,7 +28,7 @@ from gregale.optim.config import (
     check_match,
     matrix_axes,
 )
-from gregale.optim.moments import kept_in
+from gregale.optim.moments import check_moments, kept_in
 from gregale.settings import DECAY, Fixed, above, at_least, restated, setting, whole
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of Newton-Schulz (Jordan, 2024)
@@ -205,6 +205,7 @@ class MuonConfig(OptimizerConfig):
         self, parameters, steps: int, layout: Layout | None = None, scalings: Sequence[Scaling] = ()
     ) -> Optimizer:
         trained = trainable(parameters)
+        check_moments(self.moments, trained, layout)
         arrays = names_of_arrays(trained)
         if self.adamw is not None:
             check_match("adamw", self.adamw, [name for leaf, own in arrays if matrix_axes(leaf) for name in own])
