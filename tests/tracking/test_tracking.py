@@ -244,14 +244,16 @@ def test_the_progress_line_fits_the_terminal(monkeypatch, columns):
 
 def test_a_terminal_keeps_the_line_below_the_messages(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
-    file = Terminal()
-    with Console(file) as console:
+    file, seconds = Terminal(), iter((0.0, 1.0, 61.0))
+    with Console(file, clock=lambda: next(seconds)) as console:
         console.progress("tokenizing", 10, 10, "files")
         console.begin(3)
         console.on_step(1, TRAINING)
         console.message("a message")
+        console.on_step(2, TRAINING)
         console.on_step(3, TRAINING)
     shown = file.getvalue()
+    assert [f"step {step}/3  loss" in shown for step in (1, 2, 3)] == [True, False, True], "one a minute stays"
     assert shown.index("0/3") < shown.index("a message") < shown.rindex("3/3")
     assert "\x1b[2K" in shown  # the line is redrawn
     assert shown.endswith("\x1b[?25h")  # and the cursor is given back

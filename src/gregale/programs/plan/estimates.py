@@ -29,6 +29,7 @@ class Bytes:
     - `parameters`, `optimizer`: for DiLoCo the replica's own
     - `frozen`: weights beside adapters, or a copy
     - `outer_parameters`, `outer_optimizer`: of DiLoCo; 0 for PSDP
+    - `average`: that of the parameters
     - `counters`: all else in the state, such as counts of steps and tokens, and other trees of a method
     - `gradients`: the buffers that sum microbatches
     """
@@ -38,6 +39,7 @@ class Bytes:
     optimizer: int
     outer_parameters: int
     outer_optimizer: int
+    average: int
     counters: int
     gradients: int
     batch: int
@@ -46,7 +48,7 @@ class Bytes:
     def state(self) -> int:
         """Return the bytes of the state between steps."""
         outer = self.outer_parameters + self.outer_optimizer
-        return self.parameters + self.frozen + self.optimizer + outer + self.counters
+        return self.parameters + self.frozen + self.optimizer + outer + self.average + self.counters
 
     @property
     def arguments(self) -> int:
@@ -57,11 +59,12 @@ def tree_bytes(setup: Setup) -> Bytes:
     state = setup.abstract_state()
     trees = dict.fromkeys(TREES, 0)
     trees |= {name: bytes_on_device(tree) for name, tree in setup.method.trees(state.method).items() if name in trees}
-    frozen = bytes_on_device(state.frozen)
+    frozen, average = bytes_on_device(state.frozen), bytes_on_device(state.average)
     return Bytes(
         **trees,
         frozen=frozen,
-        counters=bytes_on_device(state) - sum(trees.values()) - frozen,
+        average=average,
+        counters=bytes_on_device(state) - sum(trees.values()) - frozen - average,
         gradients=bytes_on_device(setup.layout.abstract(trainable(setup.model), setup.layout.params)),
         batch=bytes_on_device(setup.abstract_batch),
     )

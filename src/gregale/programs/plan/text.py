@@ -18,6 +18,7 @@ MEMORY_ROWS = {
     "optimizer": "optimizer state",
     "outer_parameters": "outer parameters",
     "outer_optimizer": "outer optimizer state",
+    "average": "average of the parameters",
     "counters": "further state of the method",
     "gradients": "gradient buffers",
     "activations": "activations and all else",
