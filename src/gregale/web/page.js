@@ -78,17 +78,21 @@
   }
 
   function smoothed([xs, ys], share) { // a mean with weights that fall by e over `share` of all x to each side
-    const reach = share * (xs[xs.length - 1] - xs[0]);
-    if (!(reach > 0)) return [xs, ys];
-    const sums = xs.map(() => 0), weights = xs.map(() => 0), places = [...xs.keys()];
-    for (const order of [places, places.toReversed()]) {
-      let sum = 0, weight = 0, last = xs[order[0]];
+    const reach = share * (xs[xs.length - 1] - xs[0]), first = ys.findIndex(y => y !== null);
+    if (!(reach > 0) || first < 0) return [xs, ys];
+    const sums = xs.map(() => 0), weights = xs.map(() => 0), places = [...xs.keys()].slice(first);
+    const pass = (order, sum, weight) => {
+      let last = xs[order[0]];
       for (const place of order) {
         const kept = Math.exp(-Math.abs(xs[place] - last) / reach), known = ys[place] !== null;
         sum = sum * kept + (known ? ys[place] : 0); weight = weight * kept + (known ? 1 : 0); last = xs[place];
         sums[place] += sum; weights[place] += weight;
       }
-    }
+    };
+    pass(places.toReversed(), 0, 0);
+    // Mirrored through its first point, the line goes on to the left: so the mean of a steep line begins at that point.
+    const others = weights[first] - 1, y = ys[first];
+    pass(places, 2 * y * others - (sums[first] - y), others);
     return [xs, ys.map((y, place) => (y === null ? null : (sums[place] - y) / (weights[place] - 1)))]; // y is in both sums
   }
 

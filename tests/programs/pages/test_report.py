@@ -94,6 +94,9 @@ def test_a_reader_hovers_zooms_and_chooses(browser, one):
         assert tab.value(range_)[3] == 4  # step, the loss as it is and smoothed, the evaluations
         text = f"{figure_of(chart)}.textContent"
         assert "exponential mean over 2 % of the x axis" in tab.value(text)
+        shown = f"gregale.drawn({figure_of(chart)}).data.slice(1, 3).map(ys => ys[0])"
+        raw, mean = tab.value(shown)
+        assert mean == pytest.approx(raw), "the mean of a steep line begins at its first point"
         norm = f"gregale.drawn({figure_of('figures-grad_norm')}).series.length"
         for smoothing, of_loss, of_norm in (("10", 4, 3), ("0", 3, 2)):
             tab.choose("smooth", smoothing)
