@@ -299,7 +299,18 @@ def glance(run: ReportRun) -> Html:
     done = f"{run.history.figures.last_step:,}" + (f" of {steps:,}" if type(steps) is int else "")
     found = [(each, each.of(run)) for each in MEASURES if each.heading != "steps"]
     known = [(each.heading, format_quantity(value, each.unit)) for each, value in found if value is not None]
-    return cards([("steps", done), ("method", method(run)), *known])
+    return cards([("steps", done), ("method", method(run)), *known, *beginning(run)])
+
+
+def beginning(run: ReportRun) -> list[tuple[str, str]]:
+    """Return what starts.jsonl has about the run's first start, each with its name."""
+    start = run.history.starts[0] if run.history.starts else {}
+    found = [
+        ("began", "time", _moment),
+        ("devices", "devices", lambda count: f"{count} {start.get('device_kind', '')}"),
+        ("version", "gregale", lambda version: f"gregale {version}"),
+    ]
+    return [(name, of(start[key])) for name, key, of in found if key in start]
 
 
 def samples_of(run: ReportRun) -> list[Html]:
@@ -326,7 +337,7 @@ def machine(run: ReportRun) -> Html | None:
     rows = [
         [
             f"{start.get('step', NONE)}",
-            start.get("time", NONE),
+            element("time", _moment(start.get("time", NONE))),
             f"{start.get('devices', NONE)} {start.get('device_kind', '')}",
             _sizes(start.get("mesh")),
             f"gregale {start.get('gregale', NONE)}, jax {start.get('jax', NONE)}",
@@ -342,7 +353,12 @@ def machine(run: ReportRun) -> Html | None:
 def changes(run: ReportRun) -> Html | None:
     """Return a table of the settings that changed at a resumption."""
     rows = [
-        [f"{entry.get('step', NONE)}", entry.get("time", NONE), element("code", key), *map(format_setting, both)]
+        [
+            f"{entry.get('step', NONE)}",
+            element("time", _moment(entry.get("time", NONE))),
+            element("code", key),
+            *map(format_setting, both),
+        ]
         for entry in run.history.changes
         if isinstance(entry.get("changes"), Mapping)
         for key, change in entry["changes"].items()
@@ -398,6 +414,11 @@ def _sample(sample: Sample, opened: bool) -> Html:
     shortened = (text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}…" for text in sample.texts)
     texts = (element("pre", text, class_="text") for text in shortened)
     return folded(f"Step {sample.step:,}", *texts, opened=opened)
+
+
+def _moment(time: object) -> str:
+    """Return a time of the run's files, which is in UTC, in fewer signs."""
+    return str(time).replace("T", " ").replace("+00:00", " UTC")
 
 
 def _sizes(mesh: Any) -> str:

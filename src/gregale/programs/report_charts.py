@@ -19,7 +19,7 @@ from gregale.formatting import format_precise_duration, format_quantity
 from gregale.methods.schedule import Schedule
 from gregale.runs.history import LARGEST, Column, History, spikes_kept
 from gregale.storage.jsonl import HIGHEST_STEP, Entry
-from gregale.tracking.metrics import CHARTS, LEFT_OUT, OF_A_PART, OF_A_START, POSITION_LOSS, Chart, metric_of
+from gregale.tracking.metrics import CHARTS, LEFT_OUT, OF_A_PART, OF_A_START, POSITION_LOSS, SMOOTHED, Chart, metric_of
 from gregale.web.document import Axis, Lines, Row, Run, Series, Span, Spans, colour_of
 
 MAX_KNOTS = 1000
@@ -223,11 +223,12 @@ def _chart(chart: Chart, names: Sequence[str], runs: Sequence[ReportRun]) -> Lin
                     dashed=len(runs) > 1 and index > 0,
                     dots=len(column.steps) < DOTS and not chart.stairs,
                     stairs=chart.stairs,
+                    smooth=bool(re.fullmatch(SMOOTHED, name)),
                 )
             )
     unit = chart.unit_of(names[0])
     key = quote(f"figures-{names[0]}", errors="surrogatepass")  # quoted, so that HTML keeps any name
-    return Lines(key, chart.title, series, unit, help=chart.help or _meaning(names))
+    return Lines(key, chart.title, series, unit, help=chart.help or _meaning(names), clipped=chart.clipped)
 
 
 def _by_position(names: Sequence[str], runs: Sequence[ReportRun]) -> Lines:

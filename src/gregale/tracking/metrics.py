@@ -153,6 +153,7 @@ class Chart:
     help: str = ""
     alone: bool = False  # with several runs, each metric has its own chart
     stairs: bool = False
+    clipped: bool = False  # the axis leaves out values far above the others: steps that compile
 
     def unit_of(self, name: str) -> str:
         if self.unit is not None or name.endswith("_seconds"):
@@ -195,7 +196,7 @@ CHARTS = (
     Chart("Optimisation", "Imbalance of the experts", r"expert_imbalance", "", "1: equal loads."),
     Chart("Speed", "Tokens a second", r"tokens_per_second", ""),
     Chart("Speed", "Model FLOPs utilisation", r"mfu", "share"),
-    Chart("Speed", "Time of a step", r"step_seconds", "seconds"),
+    Chart("Speed", "Time of a step", r"step_seconds", "seconds", clipped=True),
     Chart("Speed", "Goodput", r"goodput", "share"),
     Chart("Speed", "Time outside steps", r".*_seconds", "seconds", "Total since the run began."),
     Chart("Speed", "Memory", r".*memory.*", "bytes"),
@@ -205,6 +206,7 @@ CHARTS = (
     Chart("Network", "Rounds", r"round", "", stairs=True),
 )
 LEFT_OUT = {"tokens", "elapsed_seconds", "steps_since_sync"}  # axes, and the metric that the schedule chart shows
+SMOOTHED = r"loss(_\d+)?"  # the noisy losses, which reports smooth
 OF_A_PART = "/"  # in the names of metrics of a layer or an array
 OF_A_START = r".*_seconds|network_bytes_.*"  # counts that restart at 0 with each start
 # The curves of `gregale watch`, the most important first; those of evaluations follow.

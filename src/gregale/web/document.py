@@ -18,6 +18,13 @@ import numpy as np
 from gregale.errors import UserError
 
 COLOURS = 10
+SMOOTHINGS = (  # shares of the x axis, in percent
+    ("losses", "losses, 2 %"),
+    ("0", "none"),
+    ("0.5", "all, 0.5 %"),
+    ("2", "all, 2 %"),
+    ("10", "all, 10 %"),
+)
 DIGITS = 6
 
 
@@ -33,6 +40,7 @@ class Series:
     - `x`, `y`: [point]; x ascends; NaN where there is no number
     - `means`: x and y of the same line in fewer points, each a mean, as input of smoothing; None: use all points
     - `run`: index of the run on the page whose steps are in `x`; None: `x` has the values of the axis
+    - `smooth`: whether the page smooths the line unless its reader chooses otherwise
     """
 
     label: str
@@ -44,9 +52,10 @@ class Series:
     dashed: bool = False
     dots: bool = False
     stairs: bool = False
+    smooth: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        flags = {name: 1 for name in ("dashed", "dots", "stairs") if getattr(self, name)}
+        flags = {name: 1 for name in ("dashed", "dots", "stairs", "smooth") if getattr(self, name)}
         means = {} if self.means is None else {"means": _points(*self.means)}
         run = {} if self.run is None else {"run": self.run}
         return {"label": self.label, "colour": self.colour, **run, **flags, **_points(self.x, self.y), **means}
@@ -62,10 +71,12 @@ class Lines:
     unit: str = ""  # unit of y: "", "bytes", "seconds", "share" (shown in percent)
     axis: tuple[str, str] | None = None  # name and unit of x; None: the axis of the page, which the reader chooses
     help: str = ""
+    clipped: bool = False  # y ends below values that are far above the others, and the page reports these
 
     def to_json(self) -> dict[str, Any]:
         axis = {} if self.axis is None else {"axis": {"label": self.axis[0], "unit": self.axis[1]}}
-        return {"kind": "lines", "unit": self.unit, **axis, "series": [each.to_json() for each in self.series]}
+        series = [each.to_json() for each in self.series]
+        return {"kind": "lines", "unit": self.unit, "clipped": self.clipped, **axis, "series": series}
 
 
 @dataclass(frozen=True)
@@ -333,8 +344,7 @@ class Page:
         if len(self._runs) > 1:
             controls.append(element("label", "Runs", Html('<input type="search" id="filter" placeholder="names">')))
         if self._runs:
-            slider = Html('<input type="range" id="smooth" min="0" max="100" value="0">')
-            controls.append(element("label", "Smoothing", slider, element("output", "none", for_="smooth")))
+            controls.append(_select("smooth", "Smoothing", SMOOTHINGS))
         controls.append(_select("theme", "Colours", [("auto", "as the system"), ("light", "light"), ("dark", "dark")]))
         return element("form", *controls, element("button", "Whole range", type="button", id="reset"), id="controls")
 

@@ -4,7 +4,7 @@
   let page = null;
   const root = document.documentElement;
   const controls = document.getElementById("controls");
-  const settings = { x: "", logx: false, logy: false, smooth: 0, theme: "auto", filter: "", sort: "" };
+  const settings = { x: "", logx: false, logy: false, smooth: "losses", theme: "auto", filter: "", sort: "" };
   const zooms = new Map(), hidden = new Map(); // [min, max] by axis; by chart the labels of lines that are left out
   const drawn = new Map(); // uPlot by figure
   let printing = false;
@@ -77,16 +77,23 @@
     return [xs, ys];
   }
 
-  function smoothed([xs, ys], share) { // a mean with weights that fall by e over `share` of all x
-    const reach = share * (xs[xs.length - 1] - xs[0]);
-    if (!(reach > 0)) return [xs, ys];
-    let sum = 0, weight = 0, last = xs[0];
-    return [xs, ys.map((y, place) => {
-      if (y === null) return null;
-      const kept = Math.exp(-(xs[place] - last) / reach);
-      sum = sum * kept + y; weight = weight * kept + 1; last = xs[place];
-      return sum / weight;
-    })];
+  function smoothed([xs, ys], share) { // a mean with weights that fall by e over `share` of all x to each side
+    const reach = share * (xs[xs.length - 1] - xs[0]), first = ys.findIndex(y => y !== null);
+    if (!(reach > 0) || first < 0) return [xs, ys];
+    const sums = xs.map(() => 0), weights = xs.map(() => 0), places = [...xs.keys()].slice(first);
+    const pass = (order, sum, weight) => {
+      let last = xs[order[0]];
+      for (const place of order) {
+        const kept = Math.exp(-Math.abs(xs[place] - last) / reach), known = ys[place] !== null;
+        sum = sum * kept + (known ? ys[place] : 0); weight = weight * kept + (known ? 1 : 0); last = xs[place];
+        sums[place] += sum; weights[place] += weight;
+      }
+    };
+    pass(places.toReversed(), 0, 0);
+    // Mirrored through its first point, the line goes on to the left: so the mean of a steep line begins at that point.
+    const others = weights[first] - 1, y = ys[first];
+    pass(places, 2 * y * others - (sums[first] - y), others);
+    return [xs, ys.map((y, place) => (y === null ? null : (sums[place] - y) / (weights[place] - 1)))]; // y is in both sums
   }
 
   function positive([xs, ys], logx, logy) { // what a logarithm can show
@@ -142,10 +149,61 @@
     return x - xs[before] <= xs[after] - x ? before : after;
   }
 
+  const isNumber = y => y !== undefined && y !== null;
+
+  function valueOf(u, place) { // of a line under the cursor; its last one without a cursor
+    const at = u.cursor.idxs[place];
+    return isNumber(at) ? u.data[place][at] : u.data[place].findLast(isNumber);
+  }
+
+  function shareOf(series) { // of the x axis, over which a line is smoothed; 0: it is drawn as it is
+    if (settings.smooth === "losses") return series.smooth ? LOSS_SHARE : 0;
+    return series.stairs || (series.dots && !series.smooth) ? 0 : Number(settings.smooth) / 100;
+  }
+
+  const LOSS_SHARE = 0.02;
+  const FAR = 3; // a value above so many times the upper quartile of its line is outside of the range
+
+  function shownIn(u, place) { // [x, y] of the points of a line in the range of x
+    const [from, to] = u.series[0].idxs, [xs] = u.data;
+    return u.data[place].slice(from, to + 1).map((y, at) => [xs[from + at], y]).filter(([, y]) => isNumber(y));
+  }
+
+  const placesIn = u => u.series.map((_, place) => place).filter(place => place && u.series[place].show);
+
+  function withoutFar(u, min, max) { // the range of y without values far above the others
+    if (min === null) return [null, null];
+    const lines = placesIn(u).map(place => shownIn(u, place).map(([, y]) => y).sort((a, b) => a - b));
+    const limit = Math.max(...lines.filter(ys => ys.length).map(ys => FAR * ys[Math.floor(0.75 * (ys.length - 1))]));
+    const near = lines.flat().filter(y => y <= limit);
+    return uPlot.rangeNum(min, near.length ? Math.max(...near) : max, 0.1, true);
+  }
+
+  function outside(u, chart, x) { // marks points above the range at its upper edge; returns a sentence about them
+    const { ctx, bbox: { top } } = u, size = 5 * devicePixelRatio, found = [];
+    for (const place of placesIn(u)) {
+      const far = shownIn(u, place).filter(([, y]) => y > u.scales.y.max);
+      ctx.fillStyle = u.series[place].stroke();
+      for (const [at] of far) {
+        const left = u.valToPos(at, "x", true);
+        ctx.beginPath();
+        ctx.moveTo(left, top);
+        ctx.lineTo(left - size, top + 2 * size);
+        ctx.lineTo(left + size, top + 2 * size);
+        ctx.fill();
+      }
+      found.push(...far);
+    }
+    if (!found.length) return "";
+    const [at, y] = found.reduce((most, each) => (each[1] > most[1] ? each : most));
+    const many = found.length === 1 ? "1 value is" : `${found.length} values are`;
+    return `▲ ${many} above the range; the largest is ${told(y, chart.unit, 4)} (${x.label.toLowerCase()}: ${told(at, x.unit, 6)}).`;
+  }
+
   function linesOf(chart) { // [[xs, ys], options] for each line that is drawn
     const logx = settings.logx;
-    const share = settings.smooth ? 0.0005 * Math.pow(400, settings.smooth / 100) : 0;
     const lines = [];
+    const withRaw = (u, _, place) => [place, place - 1].map(each => told(valueOf(u, each), chart.unit, 5)).join(", raw ");
     for (const series of chart.series) {
       if (series.run !== undefined && !isWanted(page.runs[series.run].label)) continue;
       const stroke = colour(`c${series.colour}`);
@@ -154,14 +212,18 @@
         ...(series.dashed ? { dash: [6, 4] } : {}),
         ...(series.stairs ? { paths: uPlot.paths.stepped({ align: 1 }) } : {}),
         points: { show: Boolean(series.dots), size: 6, stroke, fill: stroke },
-        value: (_, y) => told(y, chart.unit, 5),
+        value: (u, _, place) => told(valueOf(u, place), chart.unit, 5),
       };
       const all = placed(series, series);
       if (!all || !all[0].length) continue;
-      if (share && !series.dots && !series.stairs) {
-        lines.push([positive(all, logx, settings.logy), { ...look, alpha: 0.3, width: 1, class: "raw", label: `${series.label}, as it is` }]);
+      const share = shareOf(series);
+      if (share) {
+        const light = stroke.replace("rgb(", "rgba(").replace(")", ", 0.35)"); // uPlot changes a line's alpha under the cursor
+        const points = { ...look.points, size: 4, stroke: light, fill: light };
+        lines.push([positive(all, logx, settings.logy),
+          { ...look, stroke: light, points, width: 1, class: "raw", label: `${series.label}, as it is` }]);
         const few = series.means ? placed(series, series.means) : all;
-        lines.push([positive(smoothed(few, share), logx, settings.logy), { ...look, width: 2 }]);
+        lines.push([positive(smoothed(few, share), logx, settings.logy), { ...look, width: 2, points: { show: false }, value: withRaw }]);
       } else {
         lines.push([positive(all, logx, settings.logy), look]);
       }
@@ -178,21 +240,31 @@
     }
     const data = joined(lines.map(([points]) => points));
     let left = 44;
-    return new uPlot({
-      width: width(holder), height: printing ? 180 : 260, padding: [10, 22, 0, 0],
-      scales: { x: { time: false, distr: logx ? 3 : 1 }, y: { distr: settings.logy ? 3 : 1 } },
+    const few = data[0].length <= 2, isClipped = chart.clipped && !settings.logy;
+    const share = Math.max(...chart.series.map(shareOf));
+    const means = share ? `The line is an exponential mean over ${100 * share} % of the x axis to each side; the light line is raw.` : "";
+    const note = document.createElement("p");
+    note.className = "help";
+    note.textContent = means;
+    const clip = u => { if (isClipped) note.textContent = `${means} ${outside(u, chart, chosen)}`.trim(); };
+    const u = new uPlot({
+      width: width(holder), height: (printing ? 180 : 260) * (few ? 0.6 : 1), padding: [10, 22, 0, 0],
+      scales: { x: { time: false, distr: logx ? 3 : 1 }, y: { distr: settings.logy ? 3 : 1, ...(isClipped ? { range: withoutFar } : {}) } },
       axes: [
         axis(chosen.unit, { label: chosen.label, labelSize: 18, size: 30, space: chosen.unit === "seconds" ? 90 : 70 }),
         axis(chart.unit, { size: (_, ticks) => (left = ticks ? widthOf(ticks) : left) }),
       ],
-      series: [{ label: chosen.label, value: (_, x) => told(x, chosen.unit, 6) }, ...lines.map(([, look]) => look)],
+      series: [{ label: chosen.label, value: (_, x, __, at) => (at === null ? "last" : told(x, chosen.unit, 6)) }, ...lines.map(([, look]) => look)],
       cursor: {
         sync: { key: chosen.label, setSeries: false },
-        drag: { x: true, y: false, dist: 6 }, focus: { prox: 24 }, dataIdx: nearest,
+        drag: { x: true, y: false, dist: 6 }, dataIdx: nearest,
+        focus: { prox: 24, dist: (u, place, _, y, at) => (u.series[place].class === "raw" ? Infinity : y - at) },
       },
       focus: { alpha: 0.35 },
-      hooks: { ...chosenIn(holder, chosen.label), draw: [boundaries(chart)] },
+      hooks: { ...chosenIn(holder, chosen.label), draw: [boundaries(chart), clip] },
     }, data, holder);
+    holder.append(note);
+    return u;
   }
 
   function boundaries(chart) { // vertical lines where the stages of the runs in a chart begin, with their numbers
@@ -243,8 +315,9 @@
       if (width > 0) { zooms.set(axis, [u.posToVal(left, "x"), u.posToVal(left + width, "x")]); remember(); }
     };
     const left = (u, place, options) => {
-      if (place === null || options.show === undefined) return;
+      if (place === null) return;
       together(u, place, options);
+      if (options.show === undefined) return;
       const out = u.series.filter((each, at) => at && !each.show && each.class !== "raw").map(each => each.label);
       if (out.length) hidden.set(chart, out); else hidden.delete(chart);
       pressedIn(u);
@@ -281,7 +354,9 @@
 
   function together(u, place, options) { // what is behind a smoothed line goes with it
     const behind = u.series[place - 1];
-    if (behind && behind.class === "raw" && behind.show !== options.show) u.setSeries(place - 1, { show: options.show });
+    if (!behind || behind.class !== "raw") return;
+    if (options.focus) behind.alpha = 1;
+    if (options.show !== undefined && behind.show !== options.show) u.setSeries(place - 1, { show: options.show });
   }
 
   function drawSpans(chart, holder) {
@@ -384,7 +459,7 @@
       if (name === "theme" && ["light", "dark"].includes(text)) settings.theme = text;
       if (name === "sort" || (name === "filter" && controls.elements.filter)) settings[name] = text;
       if (name === "logx" || name === "logy") settings[name] = text === "1";
-      if (name === "smooth") settings.smooth = Math.min(100, Math.max(0, Number(text) || 0));
+      if (name === "smooth" && [...(controls.elements.smooth?.options ?? [])].some(each => each.value === text)) settings.smooth = text;
       if (name === "zoom" || name === "hide") remembers(name, text);
     }
   }
@@ -404,7 +479,7 @@
     if (settings.theme !== "auto") kept.set("theme", settings.theme);
     for (const name of ["filter", "sort"]) if (settings[name]) kept.set(name, settings[name]);
     for (const name of ["logx", "logy"]) if (settings[name]) kept.set(name, "1");
-    if (settings.smooth) kept.set("smooth", settings.smooth);
+    if (settings.smooth !== "losses") kept.set("smooth", settings.smooth);
     for (const [name, chosen] of [["zoom", zooms], ["hide", hidden]]) {
       for (const [key, values] of chosen) kept.append(name, JSON.stringify([key, ...values]));
     }
@@ -417,8 +492,6 @@
       if (input.type === "checkbox") input.checked = settings[input.id];
       else if (input.id in settings) input.value = settings[input.id];
     }
-    const output = controls.querySelector("output");
-    if (output) output.textContent = settings.smooth ? `${settings.smooth} %` : "none";
     arrangeAll();
     drawAll();
   }
@@ -426,7 +499,7 @@
   controls.addEventListener("submit", event => event.preventDefault());
   controls.addEventListener("input", event => {
     const { id, type, checked, value } = event.target;
-    settings[id] = type === "checkbox" ? checked : type === "range" ? Number(value) : value;
+    settings[id] = type === "checkbox" ? checked : value;
     remember();
     show();
   });

@@ -72,9 +72,12 @@ def test_a_reader_hovers_zooms_and_chooses(browser, one):
     chart = "figures-loss"
     with browser.open(one) as tab:
         left, top, width, height = box(tab, chart)
-        assert legend(tab, chart) == ["Steps–", "loss–", "eval_loss–"]
+        last = {name: f"{value:.5g}" for line in figures(400, 0)[-2:] for name, value in line.items()}
+        steps, _, loss, held_out = legend(tab, chart)
+        assert (steps, held_out) == ("Stepslast", f"eval_loss{last['eval_loss']}")
+        assert loss.endswith(f"raw {last['loss']}")
         tab.hover(left + width / 2, top + height / 2)
-        steps, loss, _ = (re.search(r"[\d.]+", row) for row in legend(tab, chart))
+        steps, _, loss, _ = (re.search(r"[\d.]+", row) for row in legend(tab, chart))
         assert abs(float(steps[0]) - 200) < 8
         assert 2 < float(loss[0]) < 3
         range_ = f"(() => {{ const u = gregale.drawn({figure_of(chart)});"
@@ -88,8 +91,18 @@ def test_a_reader_hovers_zooms_and_chooses(browser, one):
         assert tab.value(range_)[1] == pytest.approx(400 * 2048, rel=0.01)
         tab.choose("logy", True)
         assert tab.value(range_)[2] == 3
-        tab.choose("smooth", "60")
         assert tab.value(range_)[3] == 4  # step, the loss as it is and smoothed, the evaluations
+        text = f"{figure_of(chart)}.textContent"
+        assert "exponential mean over 2 % of the x axis" in tab.value(text)
+        shown = f"gregale.drawn({figure_of(chart)}).data.slice(1, 3).map(ys => ys[0])"
+        raw, mean = tab.value(shown)
+        assert mean == pytest.approx(raw), "the mean of a steep line begins at its first point"
+        norm = f"gregale.drawn({figure_of('figures-grad_norm')}).series.length"
+        for smoothing, of_loss, of_norm in (("10", 4, 3), ("0", 3, 2)):
+            tab.choose("smooth", smoothing)
+            assert (tab.value(range_)[3], tab.value(norm)) == (of_loss, of_norm)
+        assert "exponential mean" not in tab.value(text)
+        assert "smooth=0" in tab.value("location.hash")
         assert "x=tokens" in tab.value("location.hash")
         assert all(drawn(tab).values())
 
@@ -134,21 +147,21 @@ def test_what_was_chosen_comes_back_when_the_page_is_loaded_again(browser, one):
     with browser.open(one) as tab:
         left, top, width, height = box(tab, chart)
         tab.drag(left + width * 0.25, left + width * 0.5, top + height / 2)
-        name = f"{figure_of(chart)}.querySelectorAll('.u-legend th')[2]"
+        name = f"{figure_of(chart)}.querySelectorAll('.u-legend th')[3]"
         tab.value(f"{name}.focus()")
         assert tab.value(f"[document.activeElement === {name}, {name}.role]") == [True, "button"]
         for key, shown in (("Enter", False), (" ", True), ("Enter", False)):
             tab.page.keyboard.press(key)
             tab.settle()
             assert tab.value(f"{name}.getAttribute('aria-pressed')") == str(shown).lower()
-            assert tab.value(state)[2] == [True, True, shown]
+            assert tab.value(state)[2] == [True, True, True, shown]
         zoomed = tab.value(state)
         assert 80 < zoomed[0] < 120 < 190 < zoomed[1] < 220
         tab.choose("theme", "dark")
         fragment = tab.value("location.hash")
-        tab.choose("smooth", "60")
+        tab.choose("smooth", "0")
         low, high, shown = tab.value(state)
-        assert [low, high, shown] == [*zoomed[:2], [True, True, True, False]], "another control changes neither"
+        assert [low, high, shown] == [*zoomed[:2], [True, True, False]], "another control changes neither"
     with browser.open(one, fragment=fragment) as tab:
         assert tab.value(state) == zoomed
         assert tab.value("document.documentElement.dataset.theme") == "dark"
@@ -209,7 +222,7 @@ def test_runs_are_sorted_by_a_heading_and_filtered_by_name(browser, tmp_path):
         assert tab.value(state) == "descending"
         tab.choose("filter", "WIDE 2")
         assert tab.value(names) == ["wide-2"]
-        assert legend(tab, "figures-loss") == ["Steps–", "wide-2–"]
+        assert [row[:6] for row in legend(tab, "figures-loss")] == ["Stepsl", "wide-2", "wide-2"]
         fragment = tab.value("location.hash")
     with browser.open(path, fragment=fragment) as tab:
         assert tab.value(names) == ["wide-2"]
@@ -274,6 +287,27 @@ def test_a_time_of_any_length_has_ticks_on_a_phone(browser, tmp_path):
     with browser.open(tmp_path / "ticks.html", PHONE) as tab:
         for name, texts in tab.value(ticks):
             assert len(texts) == len(set(texts)) >= 2, (name, texts)
+
+
+def test_a_step_that_compiles_is_outside_of_the_range_and_a_chart_of_two_points_is_small(browser, tmp_path):
+    folder = write_run(tmp_path / "run", steps=0)
+    lines = [{"step": step, "step_seconds": 0.1 + step / 1000, "mfu": 0.5} for step in range(1, 21)]
+    lines[0]["step_seconds"], lines[11]["step_seconds"] = 42.0, 5.0
+    write_metrics(folder, [*lines, {"step": 10, "eval_loss": 3.0}, {"step": 20, "eval_loss": 2.5}])
+    (tmp_path / "run.html").write_text(page_of(folder), encoding="utf-8")
+    figure = figure_of("figures-step_seconds")
+    top, text = f"gregale.drawn({figure}).scales.y.max", f"{figure}.textContent"
+    with browser.open(tmp_path / "run.html") as tab:
+        assert 0.12 < tab.value(top) < 0.2
+        assert "2 values are above the range; the largest is 42 s (steps: 1)" in tab.value(text)
+        tab.value(f"gregale.drawn({figure}).setScale('x', {{min: 10, max: 20}})")
+        tab.settle()
+        assert "1 value is above the range; the largest is 5 s (steps: 12)" in tab.value(text)
+        tab.choose("logy", True)
+        assert tab.value(top) > 42
+        assert "above the range" not in tab.value(text)
+        heights = [tab.value(f"gregale.drawn({figure_of(f'figures-{name}')}).height") for name in ("eval_loss", "mfu")]
+        assert 1.5 * heights[0] < heights[1]
 
 
 def test_an_injected_script_would_not_run(browser, one, tmp_path):
@@ -409,6 +443,14 @@ def test_a_plan_stands_beside_what_was_measured(tmp_path):
     assert "time of a step 0.455 s 0.228 s 0.50" in text
     assert "sent over the slow link in a step 50.0 kB 50.0 kB 1.00" in text
     assert "Plan and run" not in text_of(page_of(folder))
+
+
+def test_the_head_has_the_time_the_devices_and_the_version_of_the_first_start(tmp_path):
+    folder = write_run(tmp_path / "run", steps=5)
+    write_starts(folder, {"gregale": "1.2.3"}, {"step": 3, "gregale": "9", "time": "2026-12-01T00:00:00+00:00"})
+    head = " ".join(text_of(page_of(folder)).partition("Loss")[0].split())
+    assert head.endswith("began 2026-11-22 10:00:00 UTC devices 8 cpu version gregale 1.2.3")
+    assert "gregale 9" in text_of(page_of(folder)).partition("Machine")[2]
 
 
 def test_counts_of_several_starts_go_on():
