@@ -303,14 +303,19 @@ def glance(run: ReportRun) -> Html:
 
 
 def beginning(run: ReportRun) -> list[tuple[str, str]]:
-    """Return what starts.jsonl has about the run's first start, each with its name."""
+    """Return the notes of the configuration, and what starts.jsonl has about the first start, each with its name."""
     start = run.history.starts[0] if run.history.starts else {}
     found = [
         ("began", "time", _moment),
         ("devices", "devices", lambda count: f"{count} {start.get('device_kind', '')}"),
         ("version", "gregale", lambda version: f"gregale {version}"),
+        ("host", "host", str),
+        ("commit", "commit", str),
+        ("command", "command", str),
     ]
-    return [(name, of(start[key])) for name, key, of in found if key in start]
+    notes = run.config("notes")
+    told = [("notes", notes)] if isinstance(notes, str) else []
+    return told + [(name, of(start[key])) for name, key, of in found if key in start]
 
 
 def samples_of(run: ReportRun) -> list[Html]:

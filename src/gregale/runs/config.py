@@ -117,6 +117,7 @@ class TrainConfig(Settings):
     stages: list[dict[str, Any]] = setting(
         list, "changes of configuration, each `from` a step or a fraction of the run", by_topic=True
     )
+    notes: str | None = setting(None, "a remark, for the report", aliases=("description",), by_topic=True)
     seed: int = setting(
         0,
         "seed of weights and data order",

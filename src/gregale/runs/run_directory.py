@@ -1,11 +1,17 @@
 """The directory of a run, on a disk or in an object store: configuration, checkpoints, metrics and samples."""
 
 import json
+import platform
 import re
+import shlex
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -24,6 +30,7 @@ from gregale.version import __version__
 
 _SHORT_RETRIES = RetryPolicy(seconds=5.0, silence_seconds=5.0)
 
+LONGEST_COMMAND, GIT_SECONDS = 2000, 5.0
 _SAMPLE = re.compile(rb"^--- step (\d+)$", re.MULTILINE)
 
 
@@ -157,8 +164,8 @@ class RunDirectory(RunPaths):
         self._add(self.changes, step, {"changes": {change.key: [change.before, change.now] for change in changed}})
 
     def record_start(self, step: int, metadata: Mapping[str, Any]) -> None:
-        """Append a line to starts.jsonl with metadata about a start after a step."""
-        self._add(self.starts, step, metadata)
+        """Append a line to starts.jsonl with metadata about a start after a step, and where it was given how."""
+        self._add(self.starts, step, {**metadata, **origin_of_start()})
 
     def _add(self, path: StoragePath, step: int, metadata: Mapping[str, Any]) -> None:
         """Append a line to a file, atomically."""
@@ -206,3 +213,14 @@ def with_older_defaults(sync: Any) -> Any:
     if not isinstance(outer, Mapping) or "momentum_warmup" in outer or outer.get("type", "sgd") != "sgd":
         return None
     return {**sync, "outer": {**outer, "momentum_warmup": 0}}
+
+
+def origin_of_start() -> dict[str, str]:
+    """Return the command of this process, the name of its host, and the commit of the working folder, if it has one."""
+    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    found = {"command": command[:LONGEST_COMMAND], "host": platform.node()}
+    with suppress(OSError, subprocess.SubprocessError):
+        describe = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+        told = subprocess.run(describe, capture_output=True, text=True, timeout=GIT_SECONDS, check=True)
+        found["commit"] = told.stdout.strip()
+    return found

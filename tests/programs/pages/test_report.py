@@ -445,11 +445,13 @@ def test_a_plan_stands_beside_what_was_measured(tmp_path):
     assert "Plan and run" not in text_of(page_of(folder))
 
 
-def test_the_head_has_the_time_the_devices_and_the_version_of_the_first_start(tmp_path):
-    folder = write_run(tmp_path / "run", steps=5)
-    write_starts(folder, {"gregale": "1.2.3"}, {"step": 3, "gregale": "9", "time": "2026-12-01T00:00:00+00:00"})
+def test_the_head_has_the_notes_and_the_facts_of_the_first_start(tmp_path):
+    folder = write_run(tmp_path / "run", steps=5, notes="a wider model")
+    first = {"gregale": "1.2.3", "host": "box", "commit": "ab12-dirty", "command": "gregale train a.yaml"}
+    write_starts(folder, first, {"step": 3, "gregale": "9", "time": "2026-12-01T00:00:00+00:00"})
     head = " ".join(text_of(page_of(folder)).partition("Loss")[0].split())
-    assert head.endswith("began 2026-11-22 10:00:00 UTC devices 8 cpu version gregale 1.2.3")
+    assert "notes a wider model began 2026-11-22 10:00:00 UTC devices 8 cpu version gregale 1.2.3" in head
+    assert head.endswith("host box commit ab12-dirty command gregale train a.yaml")
     assert "gregale 9" in text_of(page_of(folder)).partition("Machine")[2]
 
 
