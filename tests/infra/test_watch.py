@@ -37,6 +37,10 @@ def there(model: Model, *states: str, name: str = "llama") -> None:
     model.training(name).states = list(states)
 
 
+def costs(model: Model) -> bool:
+    return f"and costs; this ends it: infra/tpu_vm.sh delete --name llama --zone={ZONE}" in model.said[-1]
+
+
 def set_state(model: Model, state: str, health: str = "HEALTHY") -> None:
     for node in model.world.nodes[ZONE].values():
         node.state, node.health = state, health
@@ -58,13 +62,45 @@ def test_what_is_preempted_is_made_again_until_the_run_is_complete(model):
     assert model.did == [*made, "delete", *made, "start llama", "delete"]
 
 
+def test_vms_without_a_queued_resource_are_used(model):
+    model.world.add_nodes("llama-0", "llama-1")
+    assert tpu_vm.main([*WATCH, "--slices", "2", "--then-delete", *BUCKET], model) == 0
+    made = [f"{verb} llama-{place}" for verb in ("install", "start") for place in range(2)]
+    assert model.did == [*made, "delete", "delete"]
+    assert not any(model.world.nodes.values())
+
+
+@pytest.mark.parametrize("command", ["up", "watch"])
+def test_ctrl_c_while_a_request_waits_tells_that_it_is_there(model, command):
+    model.world.new_state = "WAITING_FOR_RESOURCES"
+    act(model, None, ctrl_c)
+    assert tpu_vm.main([command, *WATCH[1:], *BUCKET], model) == 130
+    assert model.world.exists("llama")
+    assert costs(model)
+
+
+@pytest.mark.parametrize("is_mended", [True, False])
+def test_a_deletion_that_fails_is_tried_again(model, is_mended):
+    there(model, "0")
+    asked = []
+
+    def deletes(verb: str) -> str:
+        asked.extend([verb] * (verb == "delete"))
+        return "refused" if verb == "delete" and len(asked) < (3 if is_mended else 1000) else ""
+
+    model.fault = deletes
+    assert tpu_vm.main([*WATCH, "--then-delete", *BUCKET], model) == (0 if is_mended else 1)
+    assert model.world.exists("llama") != is_mended
+    assert costs(model) != is_mended
+
+
 def test_what_is_there_is_left_alone_while_gcloud_fails(model):
     there(model, "running", "running")
     left = [1, 1, 1]
     model.fault = lambda verb: "refused" if verb == "list" and left and left.pop() else ""
     assert tpu_vm.main([*WATCH, *BUCKET], model) == 0
     assert model.did == []
-    assert "and costs; this ends it" in model.said[-1]
+    assert costs(model)
 
 
 @pytest.mark.parametrize(
@@ -79,6 +115,9 @@ def test_hosts_that_do_not_answer_are_given_back_unless_the_api_calls_them_healt
     act(model, *[None] * 40, ctrl_c)
     assert tpu_vm.main([*WATCH, *BUCKET], model) == 130
     assert model.did[:2] == (["delete", f"create {ZONE}"] if is_given_back else [])
+    is_healthy = health == "HEALTHY"
+    assert ("the API calls it healthy: does the way to port 22 work?" in str(model.said)) == is_healthy
+    assert costs(model)
 
 
 def test_a_host_that_is_silent_beside_others_is_given_back_once_nothing_runs(model):
@@ -114,7 +153,7 @@ def test_what_the_cloud_refuses_again_and_again_is_given_up(model):
     model.world.requests[ZONE]["llama"].state = "SUSPENDED"
     model.fault = lambda verb: "refused" if verb == "delete" else ""
     assert tpu_vm.main([*WATCH, "--attempts", "3", *BUCKET], model) == 1
-    assert "and costs; this ends it" in model.said[-1]
+    assert costs(model)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +169,7 @@ def test_an_end_changes_nothing_and_tells_what_costs(model, states, code, text):
     model.checkpoint = 8
     assert tpu_vm.main([*WATCH, *BUCKET], model) == code
     assert text in model.said[-2]
-    assert "and costs; this ends it: infra/tpu_vm.sh delete --name llama --zone=us-west4-a" in model.said[-1]
+    assert costs(model)
     assert model.did == []
 
 
@@ -171,7 +210,7 @@ def test_up_gives_back_nothing_that_it_has_not_made(model):
     set_state(model, "PREEMPTED")
     assert tpu_vm.main(["up", *WATCH[1:]], model) == 1
     assert model.did == []
-    assert "and costs; this ends it" in model.said[-1]
+    assert costs(model)
 
 
 def test_it_ends_at_once_when_told_to_while_a_command_hangs(stand_ins):
