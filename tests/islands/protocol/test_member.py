@@ -362,14 +362,14 @@ def test_an_old_message_is_replaced_only_when_no_reduce_can_depend_on_it():
     assert not a.header.ready
 
 
-def reduced(messages, norms, weights=(8.0, 8.0, 8.0)):
-    """Three members in the reduce of a round, and what it is called."""
-    members = begun(*(member(name) for name in "abc"))
-    for each, norm, weight in zip(members, norms, weights, strict=True):
+def reduced(*norms):
+    """Three members in the reduce of a round, what it is called, and what each did with its message."""
+    members, said = begun(*(member(name) for name in "abc")), []
+    for each, norm in zip(members, norms, strict=True):
         each.handle(m.RoundDue())
-        messages[each.identity.name] = each.handle(m.MessageReady(0, weight, 2, norm=norm))
+        said.append(each.handle(m.MessageReady(0, 8.0, 2, norm=norm)))
     (found,) = {only(actions, m.Reduce) for actions in all_see(*members)}
-    return members, found
+    return members, found, said
 
 
 def committed(members, reduce):
@@ -380,7 +380,7 @@ def committed(members, reduce):
 
 
 def test_all_members_report_an_outlier_message_and_its_island_restarts():
-    members, reduce = reduced({}, (1.0, 1.0, 50.0))
+    members, reduce, _ = reduced(1.0, 1.0, 50.0)
     assert reduce.weights == (8.0, 8.0, 0.0)
     actions = committed(members, reduce)
     (text,) = {only(done, m.LogLine).text for done in actions}
@@ -392,9 +392,8 @@ def test_all_members_report_an_outlier_message_and_its_island_restarts():
 
 
 def test_a_nonfinite_message_has_no_weight_and_its_island_restarts_before_the_round():
-    said = {}
-    members, reduce = reduced(said, (1.0, 1.0, None))
-    assert {"LogLine", "Reset"} <= set(kinds(said["c"]))
+    members, reduce, said = reduced(1.0, 1.0, None)
+    assert {"LogLine", "Reset"} <= set(kinds(said[2]))
     assert members[2].header.weight == 0
     assert reduce.weights == (8.0, 8.0, 0.0)
     actions = committed(members, reduce)
@@ -403,7 +402,7 @@ def test_a_nonfinite_message_has_no_weight_and_its_island_restarts_before_the_ro
 
 
 def test_after_a_nonfinite_outer_step_all_members_repeat_the_round():
-    members, reduce = reduced({}, (1.0, 1.0, 1.0))
+    members, reduce, _ = reduced(1.0, 1.0, 1.0)
     for each in members:
         actions = each.handle(m.ReduceFailed(reduce.key, overflowed=True))
         assert "Reset" in kinds(actions)
@@ -511,18 +510,6 @@ def test_the_stall_reason_after_a_cut_is_the_cut_and_not_the_others():
     assert a.stall_reason() == "the coordinator waits for the requests of b"
 
 
-def test_the_stall_reason_during_a_reduce_names_a_cut_first():
-    members = begun(member("a"), member("b"))
-    ready(*members)
-    all_see(*members)
-    members[0].handle(m.Heartbeat("cannot be reached"))
-    members[0].handle(m.Tick(1.0))
-    assert members[0].stall_reason() == "round 0 is being reduced by a, b", "one answer may be late"
-    members[0].handle(m.Tick(1.3))
-    expected = "the coordinator has not answered for 1 s (cannot be reached); round 0 is being reduced by a, b"
-    assert members[0].stall_reason() == expected
-
-
 def test_a_stall_reason_is_known_when_the_coordinator_has_answered_since_the_line_was_due_or_is_silent():
     a, _ = begun(member("a"), member("b"))
     ready(a)
@@ -555,7 +542,7 @@ def test_after_the_first_failed_try_others_that_still_try_are_not_blamed():
         assert a.is_reason_known(0.0, 0.5)
 
 
-def test_the_stall_reason_during_a_reduce_names_members_of_the_last_round_that_are_absent():
+def test_the_stall_reason_during_a_reduce_names_a_cut_first_and_members_of_the_last_round_that_are_absent():
     a, b, _ = members = begun(*(member(name) for name in "abc"))
     one_round(*members)
     ready(a, b)
@@ -563,7 +550,13 @@ def test_the_stall_reason_during_a_reduce_names_members_of_the_last_round_that_a
         a.handle(m.Tick(a._now + 1.0))
         b.handle(m.Tick(a._now))
         all_see(a, b)
-    assert a.stall_reason() == "round 1 is being reduced by a, b, without c"
+    a.handle(m.Heartbeat("cannot be reached"))
+    began = a._now
+    a.handle(m.Tick(began + 1.0))
+    assert a.stall_reason() == "round 1 is being reduced by a, b, without c", "one answer may be late"
+    a.handle(m.Tick(began + 1.3))
+    cut = "the coordinator has not answered for 1 s (cannot be reached)"
+    assert a.stall_reason() == f"{cut}; round 1 is being reduced by a, b, without c"
 
 
 @pytest.mark.parametrize(("round", "from_checkpoint", "needed"), [(NO_ROUND, False, 3), (4, True, 3), (4, False, 2)])

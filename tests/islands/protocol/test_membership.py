@@ -10,13 +10,16 @@ class Fleet:
     """Members that beat whenever the time is set, and their answers. The time is 0 when a fleet may begin.
 
     - `running`: names that report a round
+    - `asked`: names that have asked once the time is 0
     """
 
-    def __init__(self, *names: str, needed: int = 1, first_id: int = 1, running: str = ""):
+    def __init__(self, *names: str, needed: int = 1, first_id: int = 1, running: str = "", asked: str = ""):
         self.membership, self.needed, self.running = Membership(first_id), needed, running
         self.beating, self.now, self.stopped = dict.fromkeys(names, "s"), -EARLY_SECONDS, 0.0
         self.at(self.now)
         self.at(0.0)
+        for name in asked:
+            self.ask(name)
 
     def at(self, now: float) -> list[Answer]:
         """All beat until then."""
@@ -54,9 +57,7 @@ def test_a_view_waits_for_a_silent_live_member_once_more_than_half_have_asked():
 
 
 def test_a_request_is_held_until_the_needed_number_has_asked():
-    fleet = Fleet("a", "b", "c", needed=3)
-    for name in "ab":
-        fleet.ask(name)
+    fleet = Fleet("a", "b", "c", needed=3, asked="ab")
     assert fleet.at(1000.0) == []
     few, missing = "2 of at least 3 islands are here (a and b)", "the coordinator waits for the requests of c"
     assert fleet.membership.held("a") == f"{few}; {missing}"
@@ -70,9 +71,8 @@ def test_a_request_is_held_until_the_needed_number_has_asked():
 def test_the_headers_of_a_fleet_are_the_newest_of_the_islands_that_run():
     fleet = Fleet("a", "b", "c", running="ab")
     assert fleet.membership.running == []
-    for name in "abc":
-        fleet.ask(name)
-    fleet.ask("b", 2)
+    for name, number in (("a", 1), ("b", 1), ("c", 1), ("b", 2)):
+        fleet.ask(name, number)
     assert fleet.membership.running == ["a1s", "b2s"]
     del fleet.beating["b"]
     fleet.at(10.0)
@@ -81,9 +81,7 @@ def test_the_headers_of_a_fleet_are_the_newest_of_the_islands_that_run():
 
 def test_who_is_not_in_a_round_learns_which_islands_are():
     """The island d comes back while a and c are in a reduce with b, which cannot receive and has given it up."""
-    fleet = Fleet("a", "b", "c", running="abc")
-    for name in "abc":
-        fleet.ask(name)
+    fleet = Fleet("a", "b", "c", running="abc", asked="abc")
     fleet.beating["d"] = "s"
     fleet.ask("b", 2)
     fleet.ask("d")
@@ -101,9 +99,7 @@ def test_an_island_of_a_running_fleet_needs_fewer_than_those_that_join_it():
 
 def test_no_fleet_begins_beside_one_that_runs():
     """The running island makes a long interval of steps: it is alive, and has no request."""
-    fleet = Fleet("a", "b", "c", running="a")
-    for name in "bc":
-        fleet.ask(name)
+    fleet = Fleet("a", "b", "c", running="a", asked="bc")
     assert fleet.at(1000.0) == []
     assert fleet.membership.held("b") == "the coordinator waits for the requests of a"
     assert seen(fleet.ask("a")) == ["a1s", "b1s", "c1s"]
@@ -137,9 +133,7 @@ def test_a_lost_answer_is_given_again():
 
 
 def test_a_repeated_request_does_not_begin_the_wait_again():
-    fleet = Fleet("a", "b", "c")
-    for name in "ab":
-        fleet.ask(name)
+    fleet = Fleet("a", "b", "c", asked="ab")
     fleet.at(0.9)
     [replaced] = fleet.ask("a")
     assert (replaced.ask.number, replaced.view) == (1, None)
@@ -147,9 +141,7 @@ def test_a_repeated_request_does_not_begin_the_wait_again():
 
 
 def test_the_members_of_the_last_view_are_answered_at_once():
-    fleet = Fleet("a", "b", "c", "d")
-    for name in "abc":
-        fleet.ask(name)
+    fleet = Fleet("a", "b", "c", "d", asked="abc")
     assert seen(fleet.at(1.0)) == ["a1s", "b1s", "c1s"]
     for name in "ab":
         assert fleet.ask(name, 2) == []
@@ -167,8 +159,7 @@ def test_ids_count_changes_of_membership():
 
 
 def test_half_of_the_live_members_get_no_view():
-    fleet = Fleet("a", "b")
-    fleet.ask("a")
+    fleet = Fleet("a", "b", asked="a")
     assert fleet.at(100.0) == []
 
 
@@ -182,8 +173,7 @@ def test_dead_members_count_until_their_heartbeats_expire():
 
 
 def test_a_member_that_leaves_does_not_count():
-    fleet = Fleet("a", "b")
-    fleet.ask("a")
+    fleet = Fleet("a", "b", asked="a")
     del fleet.beating["b"]
     fleet.membership.leave("b", "another session")
     assert fleet.membership.tick(0.0) == []
@@ -204,8 +194,7 @@ def test_a_replaced_request_is_in_no_later_view():
 
 def test_a_request_that_has_ended_is_in_no_view_after_a_silence_of_its_process():
     """A stopped process repeats it when it goes on; or the network brings it late."""
-    fleet = Fleet("a", "b")
-    fleet.ask("a")
+    fleet = Fleet("a", "b", asked="a")
     assert seen(fleet.ask("b")) == ["a1s", "b1s"]
     del fleet.beating["a"]
     fleet.at(2 * HEARTBEAT_SECONDS)
@@ -276,8 +265,7 @@ def test_a_request_of_a_higher_term_begins_a_term_above_it_and_ends_the_requests
 
 
 def test_a_member_that_asks_elsewhere_is_not_waited_for_and_may_begin_no_fleet():
-    fleet = Fleet("a", "b")
-    fleet.ask("b")
+    fleet = Fleet("a", "b", asked="b")
     for here in (True, False):
         fleet.membership.beat("b", "s", HEARTBEAT_SECONDS, -1, fleet.now, here)
     fleet.beating.pop("b")
