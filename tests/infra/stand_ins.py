@@ -3,7 +3,6 @@
 import os
 import shlex
 import shutil
-import stat
 import subprocess
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
@@ -20,8 +19,6 @@ RECORDER = """#!/bin/bash
 cd {folder}
 {part}
 """
-SLEEP = "echo $1 >>slept"  # time passes at once
-TIMEOUT = f'exec {shutil.which("timeout")} "$@"'
 
 
 def load_module(path: Path) -> ModuleType:
@@ -32,6 +29,13 @@ def load_module(path: Path) -> ModuleType:
     return module
 
 
+def write_program(path: Path, text: str) -> None:
+    """Write a script that can be run, in a folder that may have to be made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
 class StandIns:
     """A folder of stand-ins, and what they were called with."""
 
@@ -39,14 +43,12 @@ class StandIns:
         self.folder, self.bin, self.home = (folder / name for name in ("play", "bin", "home"))
         for each in (self.folder, self.bin, self.home):
             each.mkdir()
-        self.play("sleep", SLEEP)
-        self.play("timeout", TIMEOUT)
+        self.play("sleep", "echo $1 >>slept")  # time passes at once
+        self.play("timeout", f'exec {shutil.which("timeout")} "$@"')
 
     def play(self, name: str, part: str = "") -> None:
         """Puts a command on the PATH; its part is bash, which finds files of the play in its working directory."""
-        file = self.bin / name
-        file.write_text(RECORDER.format(name=name, folder=self.folder, part=part))
-        file.chmod(file.stat().st_mode | stat.S_IXUSR)
+        write_program(self.bin / name, RECORDER.format(name=name, folder=self.folder, part=part))
 
     def write(self, name: str, text: str) -> None:
         (self.folder / name).write_text(text)

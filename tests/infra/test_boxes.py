@@ -13,7 +13,7 @@ from threading import Thread
 import pytest
 
 from tests.infra.cluster import WAIT_SECONDS, until
-from tests.infra.stand_ins import ROOT, load_module
+from tests.infra.stand_ins import ROOT, load_module, write_program
 from tests.namespaces import NoNetworkError, Site, rate_limited
 from tests.programs.tiny import FAST_TO_COMPILE, checkpoint_steps, losses, write_inputs
 
@@ -103,10 +103,8 @@ def two_boxes(folder: Path, program: str) -> Iterator[list[Box]]:
     """Boxes that trust the key `key` in a folder, and find `make` and Python in its `bin`; with this `gregale`."""
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / "key"], check=True)
     Path("/run/sshd").mkdir(exist_ok=True)
-    (folder / "bin").mkdir()
-    (folder / "bin" / "make").write_text(MAKE.format(folder=folder))
+    write_program(folder / "bin" / "make", MAKE.format(folder=folder))
     (folder / "bin" / "gregale").write_text(program)
-    (folder / "bin" / "make").chmod(0o755)
     (folder / "bin" / "python3.11").symlink_to(sys.executable)
     with ExitStack() as stack:
         try:

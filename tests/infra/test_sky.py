@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from tests.docs.pages import ROOT
+from tests.infra.stand_ins import write_program
 
-FILE = ROOT / "infra" / "sky.yaml"
-TASK = yaml.safe_load(FILE.read_text())
+TASK = yaml.safe_load((ROOT / "infra" / "sky.yaml").read_text())
 NODES = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.8", "SKYPILOT_NODE_RANK": "1"}
 
 
@@ -33,10 +33,7 @@ def test_it_recovers_from_the_codes_after_which_the_same_job_goes_on():
 
 def run(folder: Path, **environment: str) -> subprocess.CompletedProcess:
     """Carries out `run` with a gregale that prints its words."""
-    program = folder / ".venv" / "bin" / "gregale"
-    program.parent.mkdir(parents=True, exist_ok=True)
-    program.write_text('#!/bin/bash\nprintf "%q " "$@"\n')
-    program.chmod(0o755)
+    write_program(folder / ".venv" / "bin" / "gregale", '#!/bin/bash\nprintf "%q " "$@"\n')
     environment = {**os.environ, **TASK["envs"], "SKYPILOT_NUM_NODES": "1", **environment}
     return subprocess.run(["bash", "-c", TASK["run"]], cwd=folder, env=environment, capture_output=True, text=True)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.infra.cluster import until
-from tests.infra.stand_ins import HANG, ROOT, StandIns
+from tests.infra.stand_ins import HANG, ROOT, StandIns, write_program
 
 CONFIG = "config/llama_124m_gpu.yaml"
 SUBMIT = ("submit", "--name", "llama", "--config", CONFIG, "--nodes", "2", "--gpus", "1", "--time", "04:00:00")
@@ -67,10 +67,7 @@ def slurm(stand_ins) -> StandIns:
     (tree / "config").mkdir(parents=True)
     shutil.copy(ROOT / CONFIG, tree / "config")
     shutil.copytree(ROOT / "infra", tree / "infra")
-    gregale = tree / ".venv" / "bin" / "gregale"
-    gregale.parent.mkdir(parents=True)
-    gregale.write_text(TRAINING)
-    gregale.chmod(0o755)
+    write_program(tree / ".venv" / "bin" / "gregale", TRAINING)
     return stand_ins
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from urllib.parse import parse_qs, urlparse
 
 from tests.infra.cluster import until
-from tests.infra.stand_ins import ROOT
+from tests.infra.stand_ins import ROOT, write_program
 
 ZONE = "us-west4-a"
 SERVER = Path(__file__).parent / "gcloud_server.py"
@@ -194,8 +194,7 @@ class Cloud:
 
     def __init__(self, folder: Path):
         self.folder, self.world = folder, World()
-        for name in ("bin", "hostbin", "home"):
-            (folder / name).mkdir()
+        (folder / "home").mkdir()
         self.script("bin/ssh", SSH.format(name="ssh", count=1, folder=folder))
         self.script("bin/scp", SCP.format(name="scp", count=2, folder=folder))
         self.script("hostbin/uname", "#!/bin/bash\necho $HOST_NAME\n")
@@ -230,9 +229,7 @@ class Cloud:
             shutil.copy(each, self.folder / "home" / ".ssh")
 
     def script(self, name: str, text: str) -> None:
-        file = self.folder / name
-        file.write_text(text)
-        file.chmod(0o755)
+        write_program(self.folder / name, text)
 
     def lose(self, zone: str, node: str) -> None:
         """A node goes, with the disks of its hosts."""
