@@ -18,7 +18,8 @@ from gregale.islands.transport.coordinator import CoordinatorClient
 from gregale.islands.transport.group import Count
 from gregale.islands.transport.lighthouse import Lighthouse
 from gregale.islands.transport.server import Endpoint, Server
-from tests.islands.transport.conftest import TOKEN, wait_until
+from tests.islands.transport.conftest import TOKEN
+from tests.waiting import until
 
 PATIENCE = 30.0
 TIMING = replace(LAN, heartbeat_seconds=PATIENCE)
@@ -58,7 +59,7 @@ def test_a_new_header_replaces_a_pending_one(lighthouse, member, header):
     other, _ = member("b")
     for number in range(2):
         late.ask(header("a", round=4 + number, asked=1 + number), 2)
-        wait_until(lambda number=number: arrived(number))
+        until(lambda number=number: arrived(number))
     other.ask(header("b", round=5, asked=1), 2)
     view = its_views.get(timeout=PATIENCE)
     assert isinstance(view, View)
