@@ -138,6 +138,8 @@ def test_fetching_from_one_and_from_several_sources(sources):
         assert_is(fetched, STATE)
         assert fetched.received_bytes == TOTAL
         assert (fetched.offer.generation, fetched.offer.round, fetched.offer.facts) == (1, 4, {"position": 17})
+    wrong = f"{sources[0].address.partition('/')[0]}/m:another"  # that of another one
+    assert_is(fetch([wrong, sources[0].address], TOKEN, EXPECTED, 10.0), STATE)
 
 
 def test_many_small_arrays_take_few_requests(make_server, monkeypatch):
@@ -200,7 +202,7 @@ def test_a_source_that_dies_in_the_middle(sources, after_chunks):
     assert_is(fetch([server.address for server in sources], TOKEN, EXPECTED, 10.0), STATE)
 
 
-def test_no_sources_and_no_state(make_server):
+def test_no_sources_and_no_state_and_no_time(make_server, sources, spoilt):
     with pytest.raises(TransferFailed, match=r"there is no source"):
         fetch([], TOKEN, EXPECTED, 1.0)
     with pytest.raises(TransferFailed, match=r"refuses: there is no state here yet"):
@@ -209,9 +211,6 @@ def test_no_sources_and_no_state(make_server):
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(TransferFailed, match=rf"{address} cannot be reached: timed out"):
             fetch([address], TOKEN, EXPECTED, 5.0)
-
-
-def test_the_timeout_is_kept(sources, spoilt):
     with pytest.raises(TransferFailed, match=r"not done after 0.5 s"):
         fetch([spoilt(sources[0], slow(0.3))], TOKEN, EXPECTED, 0.5)
 
@@ -292,11 +291,6 @@ def test_a_manifest_that_asks_for_a_terabyte_is_refused_before_anything_is_alloc
     no_allocation()
     fetched = fetch([liar.address, sources[0].address], TOKEN, EXPECTED, 10.0)
     assert_is(fetched, STATE)
-
-
-def test_a_source_at_the_address_of_another_does_not_take_its_place(sources):
-    other = f"{sources[0].address.partition('/')[0]}/m:another"
-    assert_is(fetch([other, sources[0].address], TOKEN, EXPECTED, 10.0), STATE)
 
 
 @pytest.mark.usefixtures("no_allocation")
