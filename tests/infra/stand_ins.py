@@ -1,13 +1,19 @@
 """Commands on the PATH that stand in for those of a cloud or a scheduler: they record their words and play a part."""
 
+import logging
 import os
 import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from threading import Thread
 from types import ModuleType
+
+from werkzeug.serving import make_server
 
 ROOT = Path(__file__).parents[2]
 # A part that hangs for ever; `timeout`, which started it, takes SIGALRM for the end of its time, once it waits for it.
@@ -34,6 +40,16 @@ def write_program(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     path.chmod(0o755)
+
+
+@contextmanager
+def serving(application: Callable) -> Iterator[str]:
+    """The address on loopback at which a WSGI application answers."""
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # not each request
+    server = make_server("127.0.0.1", 0, application, threaded=True)
+    Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    yield f"http://127.0.0.1:{server.port}"
+    server.shutdown()
 
 
 class StandIns:

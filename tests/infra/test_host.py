@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.infra.cluster import until
 from tests.infra.stand_ins import ROOT, write_program
 from tests.infra.tpu_model import launch
+from tests.waiting import until
 
 GREGALE = """#!/bin/bash
 save() { echo The checkpoint of step 20 is saved.; exit 143; }

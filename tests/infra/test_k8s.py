@@ -7,8 +7,8 @@ import shutil
 import pytest
 import yaml
 
-from tests.infra.kube_api import kube_api
-from tests.infra.stand_ins import ROOT, StandIns, load_module
+from tests.infra.kube_api import Api, kubeconfig
+from tests.infra.stand_ins import ROOT, StandIns, load_module, serving
 
 load_module(ROOT / "infra" / "launch.py")
 
@@ -293,8 +293,9 @@ def test_a_mistake_is_one_line(tmp_path, monkeypatch, capfd, words, message):
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="there is no kubectl")
 def test_the_real_kubectl_takes_the_manifest_and_the_commands(stand_ins, monkeypatch, capfd):
-    with kube_api() as api:
-        stand_ins.write("config", yaml.safe_dump(api.kubeconfig))
+    api = Api()
+    with serving(api) as address:
+        stand_ins.write("config", yaml.safe_dump(kubeconfig(address)))
         monkeypatch.setenv("KUBECONFIG", str(stand_ins.folder / "config"))
 
         def run(*words: str) -> None:

@@ -16,15 +16,12 @@ TASK = yaml.safe_load((ROOT / "infra" / "sky.yaml").read_text())
 NODES = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.8", "SKYPILOT_NODE_RANK": "1"}
 
 
-def test_it_has_what_skypilot_asks_for():
+def test_it_has_what_skypilot_asks_for_and_recovers_from_the_codes_after_which_the_same_job_goes_on():
     assert set(TASK) == {"name", "workdir", "resources", "num_nodes", "envs", "setup", "run"}
     assert set(TASK["resources"]) == {"accelerators", "use_spot", "disk_size", "job_recovery"}
     assert all(isinstance(value, str) for value in TASK["envs"].values())
     used = set(re.findall(r"\$(\w+)", TASK["setup"] + TASK["run"])) - {"joining", "first"}
     assert used == {*TASK["envs"], *NODES}
-
-
-def test_it_recovers_from_the_codes_after_which_the_same_job_goes_on():
     table = (ROOT / "docs" / "trouble.md").read_text()
     rows = re.findall(r"^\| ([\d, ]+) \| .*the scheduler may start .*\|$", table, re.MULTILINE)
     codes = [int(code) for row in rows for code in row.split(",")]

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from gregale.atomic_files import is_process_dead
-from tests.infra.cluster import Cluster, cluster, until, why_not
+from tests.infra.cluster import Cluster, cluster, why_not
 from tests.infra.stand_ins import ROOT, write_program
 from tests.programs.tiny import FAST_TO_COMPILE, checkpoint_steps, losses, write_inputs
+from tests.waiting import until
 
 ONE_DEVICE = [f"--mesh.{axis}=1" for axis in ("replica", "data", "model")]
 KEYS = ["--distributed.coordinator", "null", "--cpu_devices", "1", *ONE_DEVICE, "--checkpoint.every", "10"]
