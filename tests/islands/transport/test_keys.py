@@ -149,11 +149,29 @@ def test_no_port_and_no_client_accepts_a_certificate_that_the_authority_has_not_
 
 
 @pytest.mark.parametrize("port", PORTS)
-def test_every_port_refuses_a_name_that_is_not_the_keys_and_an_expired_or_revoked_key(listen, token, port):
+def test_every_port_refuses_a_name_that_is_not_the_keys_and_an_expired_or_revoked_key(
+    listen, token, port, tmp_path, monkeypatch
+):
     oslo, long_ago = key_file(token, "oslo", {}, 9.0), datetime(2020, 1, 1, tzinfo=UTC)
     address, message = listen(port), {**BEAT, "name": "oslo"}
     for each in (oslo, token):
         call(address, each, message, 5.0)
+
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return datetime(1970, 1, 1, tzinfo=tz)
+
+    early = "clock of the host that checks the key of oslo is at 1970-01-01, before"
+    with monkeypatch.context() as patch:
+        patch.setattr(tls, "datetime", Clock)
+        with pytest.raises(RequestRejected, match=early):
+            call(address, oslo, message, 5.0)
+        call(address, token, message, 5.0)  # the fleet's token has no times
+        with pytest.raises(
+            UserError, match=r"k: .*oslo.key cannot be used: the clock .* 1970-01-01.*\. Set the clock\."
+        ):
+            read_credentials(written(oslo, tmp_path / "oslo.key"), "k", "oslo")
     for kind in ("beat", "ask", "leave", "host"):
         for name in ("turin", "", None, ["oslo"]):
             with pytest.raises(RequestRejected, match="it has the key of oslo, not of "):
@@ -411,24 +429,6 @@ def test_a_list_that_could_not_be_read_is_read_again(token, tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert (known.reload(), known.of("oslo")) == ("", {"": 1})
-
-
-@pytest.mark.parametrize("port", PORTS)
-def test_a_clock_of_1970_accepts_no_key_and_says_so(listen, token, port, tmp_path, monkeypatch):
-    oslo, message = key_file(token, "oslo", {}, 9.0), {**BEAT, "name": "oslo"}
-    address = listen(port)
-
-    class Clock(datetime):
-        @classmethod
-        def now(cls, tz=None):
-            return datetime(1970, 1, 1, tzinfo=tz)
-
-    monkeypatch.setattr(tls, "datetime", Clock)
-    with pytest.raises(RequestRejected, match="clock of the host that checks the key of oslo is at 1970-01-01, before"):
-        call(address, oslo, message, 5.0)
-    call(address, token, message, 5.0)  # the fleet's token has no times
-    with pytest.raises(UserError, match=r"k: .*oslo.key cannot be used: the clock .* 1970-01-01.*\. Set the clock\."):
-        read_credentials(written(oslo, tmp_path / "oslo.key"), "k", "oslo")
 
 
 def test_what_the_commands_refuse(token, tmp_path, monkeypatch, capsys):
