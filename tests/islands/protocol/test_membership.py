@@ -1,5 +1,6 @@
-"""The coordinator's rules: the table of `membership`, event by event, in a time of our own."""
+"""The coordinator's rules, event by event, in a time of our own; and which coordinator an island asks."""
 
+from gregale.islands.protocol.choice import Choice
 from gregale.islands.protocol.membership import NEVER, Answer, Ask, Membership
 
 GATHER_SECONDS, HEARTBEAT_SECONDS = 1.0, 5.0
@@ -158,18 +159,12 @@ def test_ids_count_changes_of_membership():
     assert {answer.view.id for answer in fleet.ask("a", 3) if answer.view} == {41}
 
 
-def test_half_of_the_live_members_get_no_view():
+def test_half_of_the_live_members_get_no_view_and_dead_members_count_until_their_heartbeats_expire():
     fleet = Fleet("a", "b", asked="a")
     assert fleet.at(100.0) == []
-
-
-def test_dead_members_count_until_their_heartbeats_expire():
-    fleet = Fleet("a", "b")
-    fleet.at(1.0)
     del fleet.beating["b"]
-    fleet.ask("a")
-    assert fleet.at(5.9) == []
-    assert seen(fleet.at(6.0)) == ["a1s"]
+    assert fleet.at(104.9) == []
+    assert seen(fleet.at(105.0)) == ["a1s"]
 
 
 def test_a_member_that_leaves_does_not_count():
@@ -307,3 +302,44 @@ def test_islands_wait_for_one_that_has_the_recorded_last_state():
     again.membership = Membership(1, fleet.membership.complete)
     again.membership.record("run", (120, "other"))
     assert again.membership.complete == {"run": (120, "last")}, "a coordinator that starts again knows it"
+
+
+def test_the_one_that_hears_most_is_chosen_and_the_first_again_when_it_is_back():
+    choice, turns = Choice(2, HEARTBEAT_SECONDS), {}
+    for now in range(30):
+        for index, hears in enumerate((None if 5 <= now < 15 else 3, 2 if now > 20 else 3)):
+            if hears is not None:
+                choice.answered(index, hears, now)
+        if choice.look(now):
+            turns[now] = choice.current
+    assert turns == {8: 1, 17: 0}, "after three beats of silence, and two of a better one"
+
+
+def test_a_request_is_never_sent_under_a_lower_term():
+    choice = Choice(2, HEARTBEAT_SECONDS)
+    choice.told(0, 9)
+    choice.told(1, 4)
+    assert choice.request(2, is_fresh=True) == (0, 9, 2)
+    for now in (0, 4):
+        choice.answered(1, 3, now)
+        choice.look(now)
+    assert choice.request(2, is_fresh=True) == (1, 9, NEVER), "it tells the other one that its term is too low"
+    choice.told(1, 12)
+    assert choice.request(2, is_fresh=False) == (1, 12, 2)
+    assert Choice(1, HEARTBEAT_SECONDS).request(2, is_fresh=True) == (0, 0, 2)
+
+
+def test_the_record_of_one_coordinator_is_passed_on_to_the_others_unless_most_have_another():
+    choice, own, one, other = Choice(3, HEARTBEAT_SECONDS), (7, "own"), (7, "one"), (7, "other")
+    assert choice.to_record(None) is None
+    choice.answered(2, 3, 0.0, one)
+    assert (choice.recorded, choice.to_record(None)) == (None, one), "this island has no last state, or has died since"
+    assert choice.to_record(own) == own, "no majority has another one"
+    for index in range(2):
+        choice.answered(index, 3, 0.0, other)
+    assert choice.recorded == choice.to_record(None) == choice.to_record(own) == other
+    halves = Choice(2, HEARTBEAT_SECONDS)
+    for index in range(2):
+        assert halves.recorded is None, "half of them are no majority"
+        halves.answered(index, 3, 0.0, one)
+    assert halves.recorded == one
