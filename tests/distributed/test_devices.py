@@ -1,11 +1,19 @@
-"""The flags that XLA gets for CPU devices, and the memory that JAX takes of a GPU."""
+"""What a process does with its devices: flags, memory, its end with its parent, and the way to JAX's coordinator."""
 
 import os
+import platform
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack
+from unittest.mock import Mock
 
 import jax
 import pytest
 from jax._src.clusters.cloud_tpu_cluster import GceTpuCluster
 
+from gregale.atomic_files import is_process_dead
 from gregale.distributed.config import DistributedConfig
 from gregale.distributed.devices import (
     COLLECTIVE_TIMEOUT,
@@ -13,11 +21,14 @@ from gregale.distributed.devices import (
     WITHOUT_YNN,
     WITHOUT_YNN_BEFORE,
     by_cluster,
+    keep_memory,
     simulate,
     start_devices,
+    start_proxy,
     with_flags,
 )
 from gregale.errors import UserError
+from tests.waiting import until
 
 
 def test_flags_are_added_and_a_users_own_stand():
@@ -89,3 +100,117 @@ def test_slurm_tells_who_is_who(monkeypatch):
         monkeypatch.delenv(name if name.startswith("JAX") else f"SLURM_{name}")
     with pytest.raises(UserError, match="JAX finds no cluster here"):
         by_cluster(DistributedConfig("auto"))
+
+
+glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has mallopt's parameters")
+
+# Touches 64 MB and gives them back, over and over, and prints the page faults of the last time; what was kept cannot
+# be undone, so this is a process of its own.
+TOUCHES = """
+import ctypes, resource, sys
+from gregale.distributed.devices import keep_memory
+
+if sys.argv[1] == "kept":
+    assert keep_memory()
+libc, size = ctypes.CDLL(None), 64 << 20
+libc.malloc.restype = ctypes.c_void_p
+for _ in range(3):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    block = ctypes.c_void_p(libc.malloc(size))
+    ctypes.memset(block, 1, size)
+    libc.free(block)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def faults(way: str) -> int:
+    command = [sys.executable, "-c", TOUCHES, way]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+@glibc
+def test_what_is_freed_is_used_again_without_a_page_fault():
+    assert faults("kept") < 10
+    assert faults("given back") > 10, "one for a page of 2 MB, if pages are large"
+
+
+def test_a_users_own_setting_and_other_c_libraries_are_left_alone(monkeypatch):
+    """musl knows no such name (OSError), macOS no such parameter (ValueError)."""
+    for name in ("GLIBC_TUNABLES", "MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_"):
+        assert not keep_memory({name: "1"})
+    for answer in ({"side_effect": OSError}, {"side_effect": ValueError}, {"return_value": None}):
+        monkeypatch.setattr("os.confstr", Mock(**answer))
+        assert not keep_memory({})
+
+
+CHILD = """
+import os, sys, time
+from gregale.distributed.devices import end_with_parent
+end_with_parent(9, int(sys.argv[1]) or None)
+print("here", os.getpid(), flush=True)
+time.sleep(60)
+"""
+PARENT = """
+import os, subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", sys.argv[1], str(os.getpid() if sys.argv[2] == "named" else 0)])
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("named", ["named", "not named"])
+def test_it_ends_when_its_parent_is_killed(named):
+    with subprocess.Popen([sys.executable, "-c", PARENT, CHILD, named], stdout=subprocess.PIPE, text=True) as parent:
+        word, number = parent.stdout.readline().split()
+        assert word == "here"
+        assert not is_process_dead(int(number))
+        parent.kill()
+        until(lambda: is_process_dead(int(number)))
+
+
+def test_it_ends_at_once_if_its_parent_is_gone_already():
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    done = subprocess.run([sys.executable, "-c", CHILD, str(gone.pid)], capture_output=True, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert done.stdout == b""
+
+
+def accepted(server: socket.socket) -> socket.socket:
+    connection, _ = server.accept()
+    connection.settimeout(20)
+    return connection
+
+
+def says_nothing(client: socket.socket) -> bool:
+    """Whether a connection is open, and nothing comes."""
+    client.settimeout(0.2)
+    with pytest.raises(TimeoutError):
+        client.recv(1)
+    return True
+
+
+def test_connections_carry_both_ways_and_stay_open_when_the_coordinator_is_gone():
+    """JAX ends its process as soon as the connection closes, and sends signs of life meanwhile."""
+    with ExitStack() as stack:
+        coordinator = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        host, _, local = start_proxy(f"127.0.0.1:{coordinator.getsockname()[1]}").rpartition(":")
+        accepted(coordinator).close()  # who looks whether it is there
+
+        def connected() -> socket.socket:
+            return stack.enter_context(socket.create_connection((host, int(local)), 20))
+
+        short, short_end = connected(), accepted(coordinator)
+        short.sendall(b"question")
+        assert short_end.recv(100) == b"question"
+        short_end.sendall(b"answer")
+        assert short.recv(100) == b"answer"
+        short.close()
+        assert short_end.recv(100) == b""
+
+        ours, theirs = connected(), accepted(coordinator)
+        coordinator.close()
+        theirs.close()
+        for _ in range(2):
+            ours.sendall(b"x" * 100_000)
+            assert says_nothing(ours)
+        assert all(says_nothing(each) for each in (connected(), connected(), ours)), "also ones that come then"

@@ -9,6 +9,7 @@ import pytest
 
 from gregale.distributed.config import DistributedConfig
 from gregale.distributed.liveness import LivenessMonitor, Peer, Phase, ThreadProgress
+from tests.waiting import until
 
 
 def test_a_peer_that_was_silent_during_the_rendezvous_is_not_lost_when_the_monitor_starts():
@@ -32,7 +33,7 @@ def test_places_travel_with_the_signs_of_life_and_all_leave_together():
         for side in sides:
             side.start()
         sides[1].progress.at(7, Phase.TRAINING)
-        assert within(lambda: sides[0]._peers[0].progress == ThreadProgress(7, Phase.TRAINING, False, 1))
+        until(lambda: sides[0]._peers[0].progress == ThreadProgress(7, Phase.TRAINING, False, 1))
         sides[1]._may_leave = True
         sides[0].leave()
         sides[1].join(20)
@@ -68,13 +69,6 @@ def three():
             one.close()
 
 
-def within(condition, seconds: float = 20.0) -> bool:
-    until = time.monotonic() + seconds
-    while not condition() and time.monotonic() < until:
-        time.sleep(0.01)
-    return condition()
-
-
 def asking(watch: LivenessMonitor) -> Thread:
     """A process that asks whether all others live, after an error."""
     thread = Thread(target=watch.confirm_peers_alive, daemon=True)
@@ -87,7 +81,7 @@ def test_a_silent_process_is_lost():
     watch = Telling([Peer(ours, "process 0", 0.0)], DistributedConfig("here:1", 2, 1, timeout_seconds=1))
     with ours, theirs:
         watch.start()
-        assert within(lambda: watch.why != [])
+        until(lambda: watch.why != [])
         watch._may_leave = watch._peers[0].is_done = True
         watch.join(20)
     assert watch.why[0] == "process 0 was lost: no heartbeat for 1 s."
@@ -100,7 +94,7 @@ def test_one_whose_main_thread_hangs_is_named_although_its_heartbeats_go_on(thre
         watch.progress.at(6 if number == 1 else 7, Phase.TRAINING)
         watch.start()
     three[0].progress.current = three[2].progress.current = ThreadProgress(7, Phase.TRAINING, True, 2)
-    assert within(lambda: three[0].why != [])
+    until(lambda: three[0].why != [])
     limit = r"Limit: 1 s per step, ten times that for other work \(distributed\.hang_seconds\)\."
     assert re.fullmatch(rf"process 1 hangs: it has been for \d s in step 6\. {limit}", three[0].why[0])
 
@@ -111,13 +105,11 @@ def test_signs_of_life_that_a_dead_process_left_unread_are_no_answer(three):
     for watch in three[:2]:
         watch.start()
     waits = asking(three[1])
-    assert within(lambda: any(three[0]._peers[1] in each for each in three[0]._unanswered.values())), (
-        "process 0 asks it"
-    )
+    until(lambda: any(three[0]._peers[1] in each for each in three[0]._unanswered.values()))  # process 0 asks it
     time.sleep(0.6)
     assert waits.is_alive()
     three[2]._peers[0].connection.close()
-    assert within(lambda: three[0].why != []), "it is lost, and all end"
+    until(lambda: three[0].why != [])  # it is lost, and all end
     assert three[0].why == ["process 2 was lost: its connection closed."]
     assert waits.is_alive(), "it never was told that all live"
 
@@ -166,7 +158,7 @@ def test_a_process_that_did_not_run_for_a_while_hears_before_it_judges(ends):
     watch.progress = Stalls()
     with ours, theirs:
         watch.start()
-        assert within(lambda: watch.why != [] or watch.progress.times > 3)
+        until(lambda: watch.why != [] or watch.progress.times > 3)
         found = watch.why[:1]
         watch._may_leave = watch._peers[0].is_done = True
         watch.join(20)

@@ -2,7 +2,6 @@
 
 import re
 import socket
-import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
@@ -14,6 +13,7 @@ from gregale.distributed.liveness import EXIT_CODE, Peer
 from gregale.distributed.rendezvous import JoinRequest, wait_for_processes
 from gregale.errors import UserError
 from tests.ports import free_port
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -44,19 +44,18 @@ def joining(port):
         peer.connection.close()
 
 
-def connected(port: int) -> socket.socket | None:
-    with suppress(ConnectionRefusedError):
-        return socket.create_connection(("127.0.0.1", port))
-
-
 @contextmanager
 def said(port: int, text: str):
     """A connection to process 0, as soon as it listens, over which a text was sent."""
-    end = time.monotonic() + 30
-    while (connection := connected(port)) is None:
-        assert time.monotonic() < end
-        time.sleep(0.02)
-    with connection:
+    found = []
+
+    def connects() -> bool:
+        with suppress(ConnectionRefusedError):
+            found.append(socket.create_connection(("127.0.0.1", port)))
+        return bool(found)
+
+    until(connects)
+    with found[0] as connection:
         connection.sendall(text.encode())
         connection.settimeout(30)
         yield connection

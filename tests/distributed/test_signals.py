@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from threading import Event
 from unittest.mock import Mock
 
@@ -44,15 +45,16 @@ def timer(monkeypatch) -> Mock:
     return timer
 
 
-@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_interrupt_is_raised(timer, first):
-    with StopRequest() as stop:
+@pytest.mark.parametrize(("first", "goes_on"), [(signal.SIGTERM, False), (signal.SIGINT, False), (signal.SIGINT, True)])
+def test_a_second_interrupt_is_raised_and_ends_a_process_that_does_not_go_on(timer, first, goes_on):
+    with process_goes_on() if goes_on else nullcontext(), StopRequest() as stop:
         os.kill(os.getpid(), first)
         assert not timer.called
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
         assert stop.agreed(1)
-    assert timer.return_value.start.called
+    assert timer.called == timer.return_value.start.called != goes_on
+    assert StopRequest.ends_process
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
@@ -116,31 +118,21 @@ def test_a_signal_is_told_and_a_process_ends_whatever_its_main_thread_does():
         assert (process.returncode, said + rest) == (ENDS[state][0], f"gregale: {ENDS[state][1]}")
 
 
-def test_a_process_that_goes_on_is_not_ended_by_a_second_interrupt(timer):
-    with process_goes_on(), StopRequest():
-        os.kill(os.getpid(), signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-    assert not timer.called
-    assert StopRequest.ends_process
+def test_another_thread_catches_nothing_and_the_old_handlers_come_back():
+    def handlers() -> list:
+        return [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)]
 
-
-def test_another_thread_catches_nothing():
     def handlers_inside() -> list:
         with StopRequest() as stop:
             assert not stop.agreed(1)
-            return [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+            return handlers()
 
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    before = handlers()
     with ThreadPoolExecutor() as pool:
         assert pool.submit(handlers_inside).result() == before
-
-
-def test_the_old_handlers_come_back():
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)]
     with pytest.raises(ZeroDivisionError), StopRequest():
         _ = 1 / 0
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)] == before
+    assert handlers() == before
 
 
 def test_a_closed_terminal_is_ignored_under_nohup():

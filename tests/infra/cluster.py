@@ -5,17 +5,16 @@ import secrets
 import shutil
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from tests.ports import free_port
+from tests.waiting import WAIT_SECONDS, until
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "squeue", "scontrol", "srun")
 PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 NODES = ("n0", "n1")
-WAIT_SECONDS = 120  # of a machine with other work
 
 CONFIG = """\
 ClusterName=test
@@ -108,14 +107,6 @@ class Cluster:
             self._daemons[key or program] = subprocess.Popen(
                 [program, *words], env=self.environment, stdout=log, stderr=log, cwd=self._folder
             )
-
-
-def until(is_so: Callable[[], object]) -> None:
-    """Waits until something is so."""
-    end = time.monotonic() + WAIT_SECONDS
-    while not is_so():
-        assert time.monotonic() < end, "it did not come to be"
-        time.sleep(0.1)
 
 
 @contextmanager

@@ -1,11 +1,9 @@
 """A stand-in of Kubernetes' API on loopback with JobSets, for the real kubectl."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
 from typing import Any
+
+from werkzeug import Request, Response
 
 GROUP = "jobset.x-k8s.io"
 VERSION = f"{GROUP}/v1alpha2"
@@ -52,25 +50,27 @@ DISCOVERY = {
 NOT_FOUND = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "NotFound", "code": 404}
 
 
-class Api(ThreadingHTTPServer):
+def kubeconfig(address: str) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "clusters": [{"name": "ours", "cluster": {"server": address}}],
+        "contexts": [{"name": "ours", "context": {"cluster": "ours", "user": ""}}],
+        "current-context": "ours",
+    }
+
+
+class Api:
     """The server; `jobsets` are those that it has, by name."""
 
-    daemon_threads = True
-
     def __init__(self):
-        super().__init__(("127.0.0.1", 0), Handler)
         self.jobsets: dict[str, dict[str, Any]] = {}
         self.sent: list[tuple[str, str]] = []  # what has changed something: the method and the path
 
-    @property
-    def kubeconfig(self) -> dict[str, Any]:
-        return {
-            "apiVersion": "v1",
-            "kind": "Config",
-            "clusters": [{"name": "ours", "cluster": {"server": f"http://127.0.0.1:{self.server_address[1]}"}}],
-            "contexts": [{"name": "ours", "context": {"cluster": "ours", "user": ""}}],
-            "current-context": "ours",
-        }
+    @Request.application
+    def __call__(self, request: Request) -> Response:
+        code, found = self.answer(request.method, request.path, request.get_data())
+        return Response(json.dumps(found), code, mimetype="application/json")
 
     def answer(self, method: str, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
         if method != "GET":
@@ -88,31 +88,3 @@ class Api(ThreadingHTTPServer):
         if method == "PATCH":
             self.jobsets[name]["spec"] |= json.loads(body)["spec"]
         return 200, self.jobsets.pop(name) if method == "DELETE" else self.jobsets[name]
-
-
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server: Api
-
-    def log_message(self, *_: Any) -> None:
-        """Says nothing."""
-
-    def do_GET(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        code, found = self.server.answer(self.command, self.path.partition("?")[0], body)
-        data = json.dumps(found).encode()
-        self.send_response(code)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    do_POST = do_PATCH = do_DELETE = do_GET
-
-
-@contextmanager
-def kube_api() -> Iterator[Api]:
-    with Api() as server:
-        Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        yield server
-        server.shutdown()

@@ -1,14 +1,19 @@
 """Commands on the PATH that stand in for those of a cloud or a scheduler: they record their words and play a part."""
 
+import logging
 import os
 import shlex
 import shutil
-import stat
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from threading import Thread
 from types import ModuleType
+
+from werkzeug.serving import make_server
 
 ROOT = Path(__file__).parents[2]
 # A part that hangs for ever; `timeout`, which started it, takes SIGALRM for the end of its time, once it waits for it.
@@ -20,8 +25,6 @@ RECORDER = """#!/bin/bash
 cd {folder}
 {part}
 """
-SLEEP = "echo $1 >>slept"  # time passes at once
-TIMEOUT = f'exec {shutil.which("timeout")} "$@"'
 
 
 def load_module(path: Path) -> ModuleType:
@@ -32,6 +35,23 @@ def load_module(path: Path) -> ModuleType:
     return module
 
 
+def write_program(path: Path, text: str) -> None:
+    """Write a script that can be run, in a folder that may have to be made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+@contextmanager
+def serving(application: Callable) -> Iterator[str]:
+    """The address on loopback at which a WSGI application answers."""
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # not each request
+    server = make_server("127.0.0.1", 0, application, threaded=True)
+    Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    yield f"http://127.0.0.1:{server.port}"
+    server.shutdown()
+
+
 class StandIns:
     """A folder of stand-ins, and what they were called with."""
 
@@ -39,14 +59,12 @@ class StandIns:
         self.folder, self.bin, self.home = (folder / name for name in ("play", "bin", "home"))
         for each in (self.folder, self.bin, self.home):
             each.mkdir()
-        self.play("sleep", SLEEP)
-        self.play("timeout", TIMEOUT)
+        self.play("sleep", "echo $1 >>slept")  # time passes at once
+        self.play("timeout", f'exec {shutil.which("timeout")} "$@"')
 
     def play(self, name: str, part: str = "") -> None:
         """Puts a command on the PATH; its part is bash, which finds files of the play in its working directory."""
-        file = self.bin / name
-        file.write_text(RECORDER.format(name=name, folder=self.folder, part=part))
-        file.chmod(file.stat().st_mode | stat.S_IXUSR)
+        write_program(self.bin / name, RECORDER.format(name=name, folder=self.folder, part=part))
 
     def write(self, name: str, text: str) -> None:
         (self.folder / name).write_text(text)

@@ -12,10 +12,10 @@ from threading import Thread
 
 import pytest
 
-from tests.infra.cluster import WAIT_SECONDS, until
-from tests.infra.stand_ins import ROOT, load_module
+from tests.infra.stand_ins import ROOT, load_module, write_program
 from tests.namespaces import NoNetworkError, Site, rate_limited
 from tests.programs.tiny import FAST_TO_COMPILE, checkpoint_steps, losses, write_inputs
+from tests.waiting import WAIT_SECONDS, until
 
 launch = load_module(ROOT / "infra" / "launch.py")
 load_module(ROOT / "infra" / "tpu_vm.py")
@@ -103,10 +103,8 @@ def two_boxes(folder: Path, program: str) -> Iterator[list[Box]]:
     """Boxes that trust the key `key` in a folder, and find `make` and Python in its `bin`; with this `gregale`."""
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / "key"], check=True)
     Path("/run/sshd").mkdir(exist_ok=True)
-    (folder / "bin").mkdir()
-    (folder / "bin" / "make").write_text(MAKE.format(folder=folder))
+    write_program(folder / "bin" / "make", MAKE.format(folder=folder))
     (folder / "bin" / "gregale").write_text(program)
-    (folder / "bin" / "make").chmod(0o755)
     (folder / "bin" / "python3.11").symlink_to(sys.executable)
     with ExitStack() as stack:
         try:
@@ -156,16 +154,10 @@ def lose(box: Box, runner: Quick) -> None:
     until(lambda: any(f"waiting for root@{box.site.address} to" in text for text in runner.said[before:]))
 
 
-@pytest.fixture
-def small_tree(tmp_path, monkeypatch) -> None:
-    """A tree with no more than `infra`, which takes no time to copy."""
-    shutil.copytree(ROOT / "infra", tmp_path / "tree" / "infra")
+def test_what_was_lost_is_started_again_once_it_is_back(shared, tmp_path, monkeypatch):
+    shutil.copytree(ROOT / "infra", tmp_path / "tree" / "infra")  # no more than that takes no time to copy
     subprocess.run(["git", "init", "--quiet", tmp_path / "tree"], check=True)
     monkeypatch.setattr(launch, "ROOT", tmp_path / "tree")
-
-
-@pytest.mark.usefixtures("small_tree")
-def test_what_was_lost_is_started_again_once_it_is_back(shared):
     (shared / "keys.env").write_text("KEY=secret\n")
     with two_boxes(shared, TRAINING.format(folder=shared)) as found:
         words, runner = [*words_for(found, shared), "--interface", "eth0"], Quick()

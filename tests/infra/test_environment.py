@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.infra.stand_ins import ROOT, load_module
+from tests.infra.stand_ins import ROOT, load_module, write_program
 
 OLD = "import sys; sys.version_info = (3, 9, 2); exec(sys.argv[1])"
 WITHOUT_VENV = "import sys; sys.modules['ensurepip'] = None; sys.version_info = (3, 12, 4); exec(sys.argv[1])"
@@ -21,8 +21,7 @@ def environment():
 
 
 def script(path: Path, text: str) -> None:
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
+    write_program(path, f"#!/bin/sh\n{text}\n")
 
 
 def find_python(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
@@ -72,7 +71,6 @@ def made(environment, tmp_path, monkeypatch):
         (tmp_path / name).write_text(name)
     monkeypatch.setattr(environment, "ROOT", tmp_path)
     venv = tmp_path / ".venv"
-    (venv / "bin").mkdir(parents=True)
     pip = 'echo "Collecting rich"; echo "Installing collected packages: rich"; echo "$@" >> pip.txt'
     script(venv / "bin" / "python", f'if [ "$1" = -m ]; then {pip}; exit ${{PIP_CODE:-0}}; fi; exit 0')
     return venv

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.infra.cluster import until
-from tests.infra.stand_ins import ROOT
+from tests.infra.stand_ins import ROOT, write_program
 from tests.infra.tpu_model import launch
+from tests.waiting import until
 
 GREGALE = """#!/bin/bash
 save() { echo The checkpoint of step 20 is saved.; exit 143; }
@@ -27,20 +27,15 @@ class Host:
 
     def __init__(self, folder: Path):
         self.tree, self.bin = folder / "home" / launch.FOLDER, folder / "bin"
-        for each in (self.tree / "infra", self.tree / ".venv" / "bin", self.bin):
-            each.mkdir(parents=True)
+        (self.tree / "infra").mkdir(parents=True)
         for name in ("host.sh", "carry.sh"):
             shutil.copy(ROOT / "infra" / name, self.tree / "infra")
-        self.script(self.tree / ".venv" / "bin" / "gregale", GREGALE)
-        self.script(self.bin / "sudo", '#!/bin/bash\nexec "$@"\n')
+        write_program(self.tree / ".venv" / "bin" / "gregale", GREGALE)
+        write_program(self.bin / "sudo", '#!/bin/bash\nexec "$@"\n')
         (self.tree / "train.installed").touch()
         self.environment = {
             **os.environ, "HOME": str(folder / "home"), "PATH": f"{self.bin}:{os.environ['PATH']}", "HOW": "save"
         }  # fmt: skip
-
-    def script(self, path: Path, text: str) -> None:
-        path.write_text(text)
-        path.chmod(0o755)
 
     def run(self, command: str, code: int = 0) -> str:
         """What a command prints, as ssh runs it: what it leaves behind has to look after itself."""
@@ -147,14 +142,14 @@ def test_runs_on_the_disk_of_the_machine_are_volatile(host, tmp_path):
     assert host.state("~/runs/that/is/not/there") == "volatile 0"
     assert host.state("/dev/shm/runs") == "volatile 0"
     script = '#!/bin/bash\n[[ $1 == --file-system ]] && echo nfs || echo "${@: -1}" | cksum\n'
-    host.script(host.bin / "stat", script)
+    write_program(host.bin / "stat", script)
     assert host.state("~/runs") == "idle 0"
 
 
 def test_an_image_takes_the_place_of_the_packages(host):
     docker = '#!/bin/bash\necho "$*" >>$HOME/docker\n[[ $1 == run ]] || exit 0\n'
     docker += 'while [[ $1 != r/g:1 ]]; do shift; done\nexec .venv/bin/"${@:2}"\n'
-    host.script(host.bin / "docker", docker)
+    write_program(host.bin / "docker", docker)
     (host.tree / "train.env").write_text("WANDB_API_KEY=secret\n")
     host.run(f"{launch.HOST_SCRIPT} pull r/g:1")
     host.start()

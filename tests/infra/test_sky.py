@@ -10,21 +10,18 @@ import pytest
 import yaml
 
 from tests.docs.pages import ROOT
+from tests.infra.stand_ins import write_program
 
-FILE = ROOT / "infra" / "sky.yaml"
-TASK = yaml.safe_load(FILE.read_text())
+TASK = yaml.safe_load((ROOT / "infra" / "sky.yaml").read_text())
 NODES = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.8", "SKYPILOT_NODE_RANK": "1"}
 
 
-def test_it_has_what_skypilot_asks_for():
+def test_it_has_what_skypilot_asks_for_and_recovers_from_the_codes_after_which_the_same_job_goes_on():
     assert set(TASK) == {"name", "workdir", "resources", "num_nodes", "envs", "setup", "run"}
     assert set(TASK["resources"]) == {"accelerators", "use_spot", "disk_size", "job_recovery"}
     assert all(isinstance(value, str) for value in TASK["envs"].values())
     used = set(re.findall(r"\$(\w+)", TASK["setup"] + TASK["run"])) - {"joining", "first"}
     assert used == {*TASK["envs"], *NODES}
-
-
-def test_it_recovers_from_the_codes_after_which_the_same_job_goes_on():
     table = (ROOT / "docs" / "trouble.md").read_text()
     rows = re.findall(r"^\| ([\d, ]+) \| .*the scheduler may start .*\|$", table, re.MULTILINE)
     codes = [int(code) for row in rows for code in row.split(",")]
@@ -33,10 +30,7 @@ def test_it_recovers_from_the_codes_after_which_the_same_job_goes_on():
 
 def run(folder: Path, **environment: str) -> subprocess.CompletedProcess:
     """Carries out `run` with a gregale that prints its words."""
-    program = folder / ".venv" / "bin" / "gregale"
-    program.parent.mkdir(parents=True, exist_ok=True)
-    program.write_text('#!/bin/bash\nprintf "%q " "$@"\n')
-    program.chmod(0o755)
+    write_program(folder / ".venv" / "bin" / "gregale", '#!/bin/bash\nprintf "%q " "$@"\n')
     environment = {**os.environ, **TASK["envs"], "SKYPILOT_NUM_NODES": "1", **environment}
     return subprocess.run(["bash", "-c", TASK["run"]], cwd=folder, env=environment, capture_output=True, text=True)
 

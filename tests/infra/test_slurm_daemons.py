@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from gregale.atomic_files import is_process_dead
-from tests.infra.cluster import Cluster, cluster, until, why_not
-from tests.infra.stand_ins import ROOT
+from tests.infra.cluster import Cluster, cluster, why_not
+from tests.infra.stand_ins import ROOT, write_program
 from tests.programs.tiny import FAST_TO_COMPILE, checkpoint_steps, losses, write_inputs
+from tests.waiting import until
 
 ONE_DEVICE = [f"--mesh.{axis}=1" for axis in ("replica", "data", "model")]
 KEYS = ["--distributed.coordinator", "null", "--cpu_devices", "1", *ONE_DEVICE, "--checkpoint.every", "10"]
@@ -37,10 +38,7 @@ def tree(tmp_path) -> Iterator[Path]:
     shutil.copytree(ROOT / "infra", folder / "infra")
     script = folder / "infra" / "slurm.sh"
     script.write_text(script.read_text().replace("POLL_SECONDS=30", "POLL_SECONDS=2"))
-    program = folder / ".venv" / "bin" / "gregale"
-    program.parent.mkdir(parents=True)
-    program.write_text(f'#!/bin/bash\nexec {sys.executable} -m gregale "$@"\n')
-    program.chmod(0o755)
+    write_program(folder / ".venv" / "bin" / "gregale", f'#!/bin/bash\nexec {sys.executable} -m gregale "$@"\n')
     yield folder
     shutil.rmtree(folder / "slurm")  # with it goes what lets a training go on, if the test has failed
     (folder / "slurm" / "tiny" / "turns").mkdir(parents=True)

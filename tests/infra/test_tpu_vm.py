@@ -43,7 +43,7 @@ def remote(command: list[str]) -> str:
     [("v4-8", "tpu-ubuntu2204-base"), ("v5litepod-64", "v2-alpha-tpuv5-lite"), ("v6e-16", "v2-alpha-tpuv6e")],
 )
 def test_one_slice_is_one_node_with_the_software_of_its_type(printed, accelerator, runtime):
-    *asked, create = printed("create", *PLACE, "--accelerator", accelerator)
+    *asked, create = printed(*CREATE[:-1], accelerator)
     assert create[:6] == ["gcloud", "compute", "tpus", "queued-resources", "create", "llama"]
     kind, software = f"--accelerator-type={accelerator}", f"--runtime-version={runtime}"
     assert set(create[6:]) == {"--node-id=llama", kind, software, "--zone=us-west4-a"}
@@ -173,7 +173,7 @@ def test_the_training_command_is_one_that_gregale_reads(printed):
         (("create", "--zone", "z", "--name", "Bad"), "--name is 'Bad'"),
         (("create", "--name", "a", "--zone"), "argument --zone: expected one argument"),
         (("create", *PLACE), "--accelerator is missing"),
-        (("create", *PLACE, "--accelerator", "v1-8"), "--runtime is missing: the software for --accelerator v1-8"),
+        ((*CREATE[:-1], "v1-8"), "--runtime is missing: the software for --accelerator v1-8"),
         ((*CREATE, "--create-flag", "internal-ips"), "--create-flag and --ssh-flag need one of gcloud's flags"),
         ((*CREATE, "--spot", "--reserved"), "argument --reserved: not allowed with argument --spot"),
         (("install", *PLACE, "--environment", "none.env"), "--environment is none.env: there is no such file"),
@@ -181,18 +181,9 @@ def test_the_training_command_is_one_that_gregale_reads(printed):
         (("train", *PLACE, "--config", "config/none.yaml"), "--config is config/none.yaml"),
         (("up", *PLACE, "--steps", "3"), "unrecognized arguments: --steps 3"),
         ((*CREATE, "--slices", "0"), "argument --slices: '0' is no number from 1 on"),
-        (
-            ("create", *PLACE, "--accelerator", "tpu7x-64"),
-            "--accelerator is tpu7x-64: from TPU7x on there are no TPU VMs",
-        ),
-        (
-            ("watch", *CREATE[1:], "--config", CONFIG),
-            "--runs is runs, on the machine's own disk, which a watch deletes",
-        ),
-        (
-            ("watch", *CREATE[1:], "--config", CONFIG, "--", "--runs", "/mnt/x"),
-            "--runs is /mnt/x, on the machine's own",
-        ),
+        ((*CREATE[:-1], "tpu7x-64"), "--accelerator is tpu7x-64: from TPU7x on there are no TPU VMs"),
+        (WATCH, "--runs is runs, on the machine's own disk, which a watch deletes"),
+        ((*WATCH, "--", "--runs", "/mnt/x"), "--runs is /mnt/x, on the machine's own"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(arguments, message, capfd):

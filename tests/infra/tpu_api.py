@@ -6,16 +6,15 @@ import re
 import shlex
 import shutil
 import subprocess
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import parse_qs, urlparse
 
-from tests.infra.cluster import until
-from tests.infra.stand_ins import ROOT
+import werkzeug
+
+from tests.infra.stand_ins import ROOT, serving, write_program
+from tests.waiting import until
 
 ZONE = "us-west4-a"
 SERVER = Path(__file__).parent / "gcloud_server.py"
@@ -61,7 +60,6 @@ class World:
 
     hosts: int = 2  # of a new slice
     new_state: str = "ACTIVE"  # of a new request
-    failing: set[str] = field(default_factory=set)  # methods that answer 500, or GET
     requests: dict[str, dict[str, Request]] = field(default_factory=dict)  # by zone and name
     nodes: dict[str, dict[str, Node]] = field(default_factory=dict)
     changes: list[str] = field(default_factory=list)
@@ -99,37 +97,24 @@ def node_answer(base: str, name: str, node: Node) -> dict:
     }
 
 
-class Handler(BaseHTTPRequestHandler):
-    """Answers for the world of a `Cloud`, which its subclass names."""
+class Api:
+    """Answers for the world of a `Cloud`."""
 
-    cloud: "Cloud"
+    def __init__(self, cloud: "Cloud"):
+        self.cloud = cloud
 
-    def log_message(self, *words: object) -> None:
-        pass
-
-    def answer(self) -> None:
-        length = int(self.headers.get("Content-Length") or 0)
-        body = json.loads(self.rfile.read(length) or b"{}") if length else {}
-        address = urlparse(self.path)
-        found = self.found(self.command, address.path, parse_qs(address.query), body)
+    @werkzeug.Request.application
+    def __call__(self, request: werkzeug.Request) -> werkzeug.Response:
+        found = self.found(request.method, request.path, request.args.to_dict(flat=False), request.get_data())
         code, content = found if isinstance(found, tuple) else (200, found)
         if code != 200:
             content = {"error": {"code": code, "message": content, "status": content}}
-        text = json.dumps(content).encode()
-        self.send_response(code)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
+        return werkzeug.Response(json.dumps(content), code, mimetype="application/json")
 
-    do_GET = do_POST = do_DELETE = do_PATCH = answer
-
-    def found(self, method: str, path: str, query: dict, body: dict) -> dict | tuple[int, str]:
+    def found(self, method: str, path: str, query: dict, body: bytes) -> dict | tuple[int, str]:
         world = self.cloud.world
         if path.startswith("/compute/"):
             return {"name": "p", "kind": "compute#project", "commonInstanceMetadata": {"items": []}}
-        if method in world.failing:
-            return 500, "INTERNAL"
         match = re.fullmatch(r"/v2(?:alpha1)?/projects/p/locations/([^/]+)/(\w+)(?:/([^/]+?))?(:get\w+)?", path)
         assert match, path
         zone, kind, name, verb = match.groups()
@@ -168,10 +153,10 @@ class Handler(BaseHTTPRequestHandler):
             self.cloud.lose(zone, name)
         return node_answer(base, name, nodes[name]) if method == "GET" else done
 
-    def made(self, name: str, zone: str, body: dict, done: dict) -> dict | tuple[int, str]:
+    def made(self, name: str, zone: str, body: bytes, done: dict) -> dict | tuple[int, str]:
         if self.cloud.world.exists(name, zone):
             return 409, "ALREADY_EXISTS"
-        (spec,) = body["tpu"]["nodeSpec"]
+        (spec,) = json.loads(body)["tpu"]["nodeSpec"]
         several = spec.get("multisliceParams", {})
         nodes = [f"{several['nodeIdPrefix']}-{i}" for i in range(several["nodeCount"])] if several else [spec["nodeId"]]
         self.cloud.world.add(name, *nodes, zone=zone, state=self.cloud.world.new_state)
@@ -184,18 +169,12 @@ TYPES = {
 }
 
 
-def why_not() -> str | None:
-    """Why gcloud cannot be tried here, in words."""
-    return None if shutil.which("gcloud") else "there is no gcloud"
-
-
 class Cloud:
     """The API with its world, gcloud's own code, and hosts that are folders; for the tests of a module."""
 
     def __init__(self, folder: Path):
         self.folder, self.world = folder, World()
-        for name in ("bin", "hostbin", "home"):
-            (folder / name).mkdir()
+        (folder / "home").mkdir()
         self.script("bin/ssh", SSH.format(name="ssh", count=1, folder=folder))
         self.script("bin/scp", SCP.format(name="scp", count=2, folder=folder))
         self.script("hostbin/uname", "#!/bin/bash\necho $HOST_NAME\n")
@@ -210,10 +189,6 @@ class Cloud:
             "CLOUDSDK_CORE_PROJECT": "p",
             "CLOUDSDK_CORE_DISABLE_USAGE_REPORTING": "1",
         }
-
-    def set_address(self, address: str) -> None:
-        self.environment["CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU"] = address
-        self.environment["CLOUDSDK_API_ENDPOINT_OVERRIDES_COMPUTE"] = f"{address}compute/v1/"
 
     def reset(self) -> None:
         """A world without anything, hosts that were never there, and a user with a key."""
@@ -230,9 +205,7 @@ class Cloud:
             shutil.copy(each, self.folder / "home" / ".ssh")
 
     def script(self, name: str, text: str) -> None:
-        file = self.folder / name
-        file.write_text(text)
-        file.chmod(0o755)
+        write_program(self.folder / name, text)
 
     def lose(self, zone: str, node: str) -> None:
         """A node goes, with the disks of its hosts."""
@@ -259,12 +232,11 @@ class Cloud:
 def cloud(folder: Path) -> Iterator[Cloud]:
     """The API and gcloud's server, while they are used."""
     found = Cloud(folder)
-    handler = type("OfCloud", (Handler,), {"cloud": found})
     python = os.environ.get("CLOUDSDK_PYTHON") or shutil.which("python3") or "python3"
     lib = Path(os.path.realpath(shutil.which("gcloud") or "")).parents[1] / "lib"
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as api:
-        threading.Thread(target=api.serve_forever, daemon=True).start()
-        found.set_address(f"http://127.0.0.1:{api.server_port}/")
+    with serving(Api(found)) as address:
+        found.environment["CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU"] = f"{address}/"
+        found.environment["CLOUDSDK_API_ENDPOINT_OVERRIDES_COMPUTE"] = f"{address}/compute/v1/"
         words = [python, "-S", str(SERVER), str(folder / "socket")]
         found.script("bin/gcloud", f'#!/bin/bash\nexec {shlex.join(words)} "$@"\n')
         with (folder / "log").open("w") as log:
@@ -275,4 +247,3 @@ def cloud(folder: Path) -> Iterator[Cloud]:
         finally:
             server.kill()
             server.wait()
-            api.shutdown()

@@ -1,4 +1,4 @@
-"""The examples that an island takes are those of its leases, each once, whatever the rounds bring."""
+"""Leases: an island takes their examples once, whatever rounds bring; they are refilled, returned and skipped."""
 
 import random
 from collections import deque
@@ -73,3 +73,33 @@ def test_the_next_stage_has_leases_of_its_own_and_until_then_the_old_one_goes_on
     leases.begin_stage(1, 2)
     assert [leases.take() for _ in range(2)] == [32, 34]
     assert leases.used_after(1) == 2
+
+
+LOT = LeasePolicy(size=10, low=5)
+
+
+def test_leases_are_refilled_from_returned_examples():
+    ledger = advance(Ledger(), [LeaseReport("a", "s", 0), LeaseReport("b", "t", 0)], LOT)
+    assert [lease.spans for lease in ledger.leases] == [((0, 10),), ((10, 20),)]
+    ledger = advance(ledger, [LeaseReport("a", "s", 4, leaving=True), LeaseReport("b", "t", 3)], LOT)
+    assert ledger.free == ((4, 10),)
+    assert [lease.spans for lease in ledger.leases] == [((13, 20),)]
+    ledger = advance(ledger, [LeaseReport("b", "t", 6)], LOT)
+    assert ledger.leases[0].spans == ((16, 20), (4, 10), (20, 24))
+    ledger = advance(ledger, [LeaseReport("b", "t", 6 + 4 + 3)], LOT)
+    assert ledger.leases[0].spans == ((7, 10), (20, 24))
+
+
+def test_a_dead_islands_rest_is_skipped_once_it_is_back():
+    ledger = advance(Ledger(), [LeaseReport("a", "s", 0)], LOT)
+    assert advance(ledger, [], LOT) == ledger
+    ledger = advance(ledger, [LeaseReport("a", "new", 0)], LOT)
+    assert ledger.skipped == 10
+    assert ledger.leases[0].spans == ((10, 20),)
+
+
+def test_islands_are_leased_batches_of_their_own_size():
+    ledger = advance(Ledger(), [LeaseReport("a", "s", 0, batch=2), LeaseReport("b", "s", 0, batch=5)], LOT)
+    assert [lease.left() for lease in ledger.leases] == [20, 50]
+    ledger = advance(ledger, [LeaseReport("a", "s", 8, batch=2), LeaseReport("b", "s", 30, batch=5)], LOT)
+    assert [lease.left() for lease in ledger.leases] == [12, 20 + 50]  # a has 6 of its batches, b had 4

@@ -2,7 +2,7 @@
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from queue import Queue
 from threading import Event
@@ -18,7 +18,8 @@ from gregale.islands.transport.coordinator import CoordinatorClient
 from gregale.islands.transport.group import Count
 from gregale.islands.transport.lighthouse import Lighthouse
 from gregale.islands.transport.server import Endpoint, Server
-from tests.islands.transport.conftest import TOKEN, wait_until
+from tests.islands.transport.conftest import TOKEN
+from tests.waiting import until
 
 PATIENCE = 30.0
 TIMING = replace(LAN, heartbeat_seconds=PATIENCE)
@@ -58,7 +59,7 @@ def test_a_new_header_replaces_a_pending_one(lighthouse, member, header):
     other, _ = member("b")
     for number in range(2):
         late.ask(header("a", round=4 + number, asked=1 + number), 2)
-        wait_until(lambda number=number: arrived(number))
+        until(lambda number=number: arrived(number))
     other.ask(header("b", round=5, asked=1), 2)
     view = its_views.get(timeout=PATIENCE)
     assert isinstance(view, View)
@@ -138,6 +139,20 @@ def test_only_a_refused_connection_means_dead():
         assert dead_peers([*peers, Peer("killed", "3", (f"127.0.0.1:{port}",))]) == {"killed/3"}
 
 
+def begun(work: LatestWork, key: str, what: Callable[[], object]) -> Event:
+    """Work that has begun, and goes on once this is set."""
+    started, goes_on = Event(), Event()
+
+    def first() -> None:
+        started.set()
+        goes_on.wait()
+        what()
+
+    work.put(key, first)
+    started.wait()
+    return goes_on
+
+
 @pytest.fixture
 def work() -> Iterator[LatestWork]:
     work = LatestWork(2, "test")
@@ -146,15 +161,8 @@ def work() -> Iterator[LatestWork]:
 
 
 def test_the_newest_replaces_what_waits_for_a_silent_peer(work):
-    started, answers, told = Event(), Event(), Queue()
-
-    def first() -> None:
-        started.set()
-        answers.wait()
-        told.put(0)
-
-    work.put("cut", first)
-    started.wait()
+    told = Queue()
+    answers = begun(work, "cut", lambda: told.put(0))
     for number in range(1, 100):
         work.put("cut", lambda number=number: told.put(number))
     work.put("other", lambda: told.put("other"))
@@ -168,30 +176,15 @@ def test_the_newest_replaces_what_waits_for_a_silent_peer(work):
 
 def test_work_that_fails_does_not_block_its_key(work):
     told = Queue[str]()
-    started, fails = Event(), Event()
-
-    def failing() -> None:
-        started.set()
-        fails.wait()
-        raise ValueError
-
-    work.put("a", failing)
-    started.wait()
+    fails = begun(work, "a", lambda: 1 / 0)
     work.put("a", lambda: told.put("next"))
     fails.set()
     assert told.get() == "next"
 
 
 def test_nothing_starts_after_shutdown(work):
-    started, goes_on, told = Event(), Event(), Queue()
-
-    def first() -> None:
-        started.set()
-        goes_on.wait()
-        told.put("first")
-
-    work.put("a", first)
-    started.wait()
+    told = Queue()
+    goes_on = begun(work, "a", lambda: told.put("first"))
     work.put("a", lambda: told.put("second"))
     work.shutdown(wait=False, cancel_futures=True)
     goes_on.set()

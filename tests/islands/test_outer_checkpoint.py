@@ -1,8 +1,9 @@
-"""The outer side of an island as it is saved: what is read is what was written, and damage is found."""
+"""An island's outer side as it is saved: what is read is what was written, damage is found; and a peer's inner side."""
 
 import json
 from dataclasses import replace
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -14,8 +15,12 @@ from gregale.islands.outer import OwnLeaves
 from gregale.islands.protocol.ledger import LeasePolicy, LeaseReport, Ledger, advance
 from gregale.islands.protocol.messages import Generation, OuterRecord
 from gregale.islands.transport.transfer import VersionedArray
+from gregale.methods.schedule import Schedule
 from gregale.storage import StoragePath, StoreError, names, storage_path, write_bytes
+from gregale.training.state import Stepper
 from tests.disk import largest_file
+from tests.mesh.support import layout_of
+from tests.methods.islands import Member, island_on, rows
 from tests.stores import Fault, proxied
 
 LEDGER = advance(Ledger(), [LeaseReport("a", "s", 3)], LeasePolicy(8, 4))
@@ -142,3 +147,22 @@ def test_other_rounds_are_deleted(directory):
     state.keep_rounds(directory, [6, 7])
     assert names(directory) == ["round-00000006", "round-00000007"]
     state.keep_rounds(directory / "nothing", [6, 7])
+
+
+def test_a_peers_optimizer_replaces_the_own_one():
+    island = island_on(layout_of(data=2, model=2), Schedule(4, layers=3))
+    step = Stepper(island, island.inner.model)
+    peer, joiner = Member(island, step), Member(island, step)
+    for number in range(1, 4):
+        peer.train(rows(number, 1), number)
+    theirs, own = peer.state.method.psdp, joiner.state.method.psdp
+    arrays = state.on_host(theirs)
+    assert {name: (array.shape, array.dtype) for name, array in arrays.items()} == state.expected(own)
+    taken = state.taken_over(own, arrays)
+    same = jax.tree.map(
+        lambda x, y: np.array_equal(x, y), (taken.sharded, taken.gathered), (theirs.sharded, theirs.gathered)
+    )
+    assert all(jax.tree.leaves(same))
+    assert taken.parameters is own.parameters
+    places = jax.tree.map(lambda x, y: x.sharding == y.sharding, taken, own)
+    assert all(jax.tree.leaves(places))

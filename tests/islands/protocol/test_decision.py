@@ -1,4 +1,4 @@
-"""What views mean, rule by rule."""
+"""What views mean, rule by rule, and which messages contribute nothing."""
 
 from dataclasses import replace
 from functools import partial
@@ -17,7 +17,7 @@ from gregale.islands.protocol.decision import (
     decide,
 )
 from gregale.islands.protocol.messages import NO_GENERATION, AcceptedResult, Generation, Rules, View
-from gregale.islands.protocol.outliers import Size
+from gregale.islands.protocol.outliers import NOT_FINITE, Size, left_out, median
 
 ABC = ("a/s", "b/s", "c/s")
 HELD = AcceptedResult("k6", 1, "d6", ABC, ABC)
@@ -52,12 +52,6 @@ def test_the_fleet_begins_once_the_minimum_is_there(header):
     waits(fresh(header, "a", healing=True), b)  # it may get the state of another fleet
 
 
-def test_an_island_with_another_seed_heals(header):
-    decision = meaning(fresh(header, "a"), fresh(header, "b"), fresh(header, "c", digest="other"))
-    assert decision.differ == {"c/s"}
-    assert decision.current == {"a/s", "b/s"}
-
-
 def test_present_members_form_a_group_with_the_weights_of_the_view(header):
     decision = meaning(header("c"), header("a", weight=3.0), header("b", ready=False, weight=7.0))
     plan = decision.plan
@@ -78,17 +72,19 @@ def test_no_reduce_without_messages_or_with_too_few_members(header):
     assert "3 of at least 4" in few.reason
 
 
-def test_a_member_that_is_behind_heals_from_all_current_members(header):
+def test_who_has_another_seed_is_behind_or_in_a_minority_heals_from_all_current_members(header):
+    decision = meaning(fresh(header, "a"), fresh(header, "b"), fresh(header, "c", digest="other"))
+    assert (decision.differ, decision.current) == ({"c/s"}, {"a/s", "b/s"})
     decision = meaning(header("a"), header("b"), header("c", round=4, digest="d4"))
     assert decision.current == {"a/s", "b/s"}
     assert [peer.name for peer in decision.sources] == ["a", "b"]
-
-
-def test_of_two_states_for_a_round_the_majority_wins(header):
     decision = meaning(header("a"), header("b", digest="a wrong one"), header("c"))
     assert decision.differ == {"b/s"}
     assert decision.top
     assert decision.top.digest == "d5"
+    ahead, behind = header("c", round=6, digest="d6"), header("a", generation=Generation(2, "other"))
+    assert meaning(ahead, behind).current == {"c/s"}, "the generation with more rounds wins"
+    assert meaning(header("c"), behind).current == {"a/s"}
 
 
 @pytest.mark.parametrize("holders", ["abc", "ab"])
@@ -151,11 +147,6 @@ def test_with_several_coordinators_the_result_that_was_accepted_last_is_adopted(
         assert decide(View(7, tuple(each), 10), Rules(majority=True)).plan == Adopt(replace(last, stamp=10))
 
 
-def test_half_of_the_voters_begin_a_generation_with_a_witness(header):
-    plan = turned(header("a"), id=8)
-    assert (plan.generation.number, plan.identities, plan.commit, plan.waited) == (2, {"a/s"}, None, False)
-
-
 @pytest.mark.parametrize("changes", [{"seen": 0}, {"seen": 6}, {"seen": 9}, {"failures": 2}, {"voter": False}], ids=str)
 def test_half_of_the_voters_wait_first_without_a_witness(header, changes):
     waiting = waits(header("a", **changes), id=8)
@@ -164,16 +155,11 @@ def test_half_of_the_voters_wait_first_without_a_witness(header, changes):
     assert waited.waited
 
 
-def test_more_than_half_of_the_voters_wait_too_without_a_witness(header):
+def test_half_of_the_voters_begin_a_generation_with_a_witness_and_more_than_half_wait_too_without_one(header):
+    plan = turned(header("a"), id=8)
+    assert (plan.generation.number, plan.identities, plan.commit, plan.waited) == (2, {"a/s"}, None, False)
     waits(header("a", seen=0), header("b", seen=0), id=1)
     formed(*(header(name, seen=0) for name in "abc"), id=1)
-
-
-def test_the_generation_with_more_rounds_wins(header):
-    ahead = header("c", round=6, digest="d6")
-    behind = header("a", generation=Generation(2, "other"))
-    assert meaning(ahead, behind).current == {"c/s"}
-    assert meaning(header("c"), behind).current == {"a/s"}
 
 
 def test_another_configuration_or_version_is_refused(header):
@@ -276,3 +262,43 @@ def test_islands_without_data_get_new_leases(header):
     waits(header("a", weight=0.0), *(header(name, **changes) for name in "bc"))  # a will bring something
     plan = turned(*(header(name, **changes) for name in "abc"))
     assert [report.name for report in plan.reports] == ["a", "b", "c"]
+
+
+def out(*norms: float | None, usual: float | None = None, weights: tuple[float, ...] = ()) -> set[int]:
+    """The indices of the messages that are left out, at ten times what is expected."""
+    weights = weights or (1.0,) * len(norms)
+    sizes = {
+        str(index): None if norm is None else Size(norm, weight)
+        for index, (norm, weight) in enumerate(zip(norms, weights, strict=True))
+    }
+    return {int(name) for name in left_out(sizes, Size(usual, 1.0) if usual else None, 10.0)}
+
+
+def test_messages_far_above_the_median_are_left_out():
+    assert out(1.0, 1.5, 30.0) == {2}
+    assert out(1.0, 1.5, 9.0) == set()
+    assert out(1.0, 1.5, 100.0, 100.0) == {2, 3}, "half of the messages cannot lift it"
+
+
+def test_of_two_messages_the_one_unlike_the_previous_rounds_is_left_out():
+    assert out(1.0, 100.0, usual=1.0) == {1}
+    assert out(0.01, 1.0, usual=1.0) == set()  # the first one has just come, and has moved less
+    assert out(1.0, 100.0) == {1}  # in the first round
+
+
+def test_a_single_message_is_left_out_only_if_it_is_not_finite():
+    assert out(1000.0, usual=1.0) == set()
+    assert out(None) == {0}
+    assert left_out({"a": None, "b": Size(1.0, 1.0)}, None, 10.0) == {"a": NOT_FINITE}
+
+
+def test_a_message_of_more_tokens_may_have_a_larger_norm():
+    assert out(1.0, 1.0, 30.0, weights=(1.0, 1.0, 30.0)) == set()
+    assert out(1.0, 30.0, usual=1.0, weights=(1.0, 30.0)) == set()
+    assert out(1.0, 1.0, 301.0, weights=(1.0, 1.0, 30.0)) == {2}
+
+
+def test_a_norm_of_zero_is_not_compared_with():
+    assert out(0.0, 0.0, 1.0) == set()
+    assert median([Size(0.0, 1.0), Size(2.0, 1.0), Size(3.0, 1.0)]) == Size(2.0, 1.0)
+    assert median([Size(0.0, 1.0)]) is None

@@ -44,13 +44,18 @@ def ready(*members, weight=1.0, used=1):
         each.handle(m.MessageReady(each.outer.round, weight, used))
 
 
+def reduced(*members, digest="d1"):
+    """The members have the result of their reduce; returns the actions of each that follow."""
+    for each in members:
+        each.handle(m.Reduced(each._reducing[0].key, digest))
+    return all_see(*members)
+
+
 def one_round(*members):
     """The members reduce and commit a round; returns the actions of each that began the reduce."""
     ready(*members)
     begin = all_see(*members)
-    for each in members:
-        each.handle(m.Reduced(each._reducing[0].key, "d1"))
-    assert all("Commit" in kinds(actions) for actions in all_see(*members))
+    assert all("Commit" in kinds(actions) for actions in reduced(*members))
     return begin
 
 
@@ -88,9 +93,7 @@ def test_only_a_group_that_made_the_state_and_has_not_failed_is_used_again():
     for each in members:
         each.handle(m.ReduceFailed(each._reducing[0].key))
     assert all("DropGroup" in kinds(actions) for actions in all_see(a, b)), "a second try"
-    for each in members:
-        each.handle(m.Reduced(each._reducing[0].key, "d1"))
-    all_see(a, b)
+    reduced(*members)
     a.outer = replace(a.outer, last="made without this member")
     b.outer = replace(b.outer, last="made without this member")
     assert all("DropGroup" in kinds(actions) for actions in one_round(a, b)), "a healed member"
@@ -140,9 +143,7 @@ def test_an_island_that_contributes_nothing_is_reported_with_the_reason():
             each.handle(m.RoundDue())
             each.handle(m.MessageReady(number, tokens, 1))
         all_see(a, b)
-        for each in (a, b):
-            each.handle(m.Reduced(each._reducing[0].key, f"d{number}"))
-        for each, actions in zip("ab", all_see(a, b), strict=True):
+        for each, actions in zip("ab", reduced(a, b, digest=f"d{number}"), strict=True):
             said[each] += [action.text for action in actions if isinstance(action, (m.LeftOut, m.LogLine))]
     why = "has contributed to no round since round 1, 15 s ago: it had no message when rounds were due (a step of it"
     assert [line.startswith(f"this island {why}") for line in said["a"]] == [True, False]
@@ -187,8 +188,7 @@ def test_a_fetched_state_older_than_the_requested_one_is_rejected():
 def test_a_leaver_returns_its_unused_examples():
     a, b = begun(member("a"), member("b"))
     for number in range(2):
-        final = number == 1
-        if final:
+        if final := number == 1:
             assert "RequestMessage" in kinds(b.handle(m.Leave()))
         a.handle(m.RoundDue())
         b.handle(m.RoundDue(number))
@@ -196,10 +196,8 @@ def test_a_leaver_returns_its_unused_examples():
         b.handle(m.MessageReady(number, 1.0, 7 * number, final=final))
         for each in (a, b):
             each.handle(m.Tick(float(number + 1)))
-        key = only(all_see(a, b)[0], m.Reduce).key
-        for each in (a, b):
-            each.handle(m.Reduced(key, f"d{number}"))
-        committed, last = all_see(a, b)
+        only(all_see(a, b)[0], m.Reduce)
+        committed, last = reduced(a, b, digest=f"d{number}")
         ledger = only(committed, m.Commit).outer.ledger
     assert kinds(last)[-1] == "LeaveDone"
     assert "Commit" in kinds(last)
@@ -362,27 +360,20 @@ def test_an_old_message_is_replaced_only_when_no_reduce_can_depend_on_it():
     assert not a.header.ready
 
 
-def reduced(messages, norms, weights=(8.0, 8.0, 8.0)):
-    """Three members in the reduce of a round, and what it is called."""
-    members = begun(*(member(name) for name in "abc"))
-    for each, norm, weight in zip(members, norms, weights, strict=True):
+def reducing(*norms):
+    """Three members in the reduce of a round, what it is called, and what each did with its message."""
+    members, said = begun(*(member(name) for name in "abc")), []
+    for each, norm in zip(members, norms, strict=True):
         each.handle(m.RoundDue())
-        messages[each.identity.name] = each.handle(m.MessageReady(0, weight, 2, norm=norm))
+        said.append(each.handle(m.MessageReady(0, 8.0, 2, norm=norm)))
     (found,) = {only(actions, m.Reduce) for actions in all_see(*members)}
-    return members, found
-
-
-def committed(members, reduce):
-    """The actions of each member that follow from the reduce's result."""
-    for each in members:
-        each.handle(m.Reduced(reduce.key, "d1"))
-    return all_see(*members)
+    return members, found, said
 
 
 def test_all_members_report_an_outlier_message_and_its_island_restarts():
-    members, reduce = reduced({}, (1.0, 1.0, 50.0))
+    members, reduce, _ = reducing(1.0, 1.0, 50.0)
     assert reduce.weights == (8.0, 8.0, 0.0)
-    actions = committed(members, reduce)
+    actions = reduced(*members)
     (text,) = {only(done, m.LogLine).text for done in actions}
     assert text.startswith("round 1: the message of island c has the norm 50, more than 10 times the 1 expected")
     assert ["Reset" in kinds(done) for done in actions] == [False, False, True]
@@ -392,18 +383,17 @@ def test_all_members_report_an_outlier_message_and_its_island_restarts():
 
 
 def test_a_nonfinite_message_has_no_weight_and_its_island_restarts_before_the_round():
-    said = {}
-    members, reduce = reduced(said, (1.0, 1.0, None))
-    assert {"LogLine", "Reset"} <= set(kinds(said["c"]))
+    members, reduce, said = reducing(1.0, 1.0, None)
+    assert {"LogLine", "Reset"} <= set(kinds(said[2]))
     assert members[2].header.weight == 0
     assert reduce.weights == (8.0, 8.0, 0.0)
-    actions = committed(members, reduce)
+    actions = reduced(*members)
     assert all("not finite" in only(done, m.LogLine).text for done in actions)
     assert not any("Reset" in kinds(done) for done in actions)  # it has done so already
 
 
 def test_after_a_nonfinite_outer_step_all_members_repeat_the_round():
-    members, reduce = reduced({}, (1.0, 1.0, 1.0))
+    members, reduce, _ = reducing(1.0, 1.0, 1.0)
     for each in members:
         actions = each.handle(m.ReduceFailed(reduce.key, overflowed=True))
         assert "Reset" in kinds(actions)
@@ -495,7 +485,7 @@ def test_a_view_with_a_request_of_an_earlier_view_is_recognised():
     assert repeats > 100
 
 
-def test_the_stall_reason_after_a_cut_is_the_cut_and_not_the_others():
+def test_the_stall_reason_after_a_cut_is_the_cut_and_it_is_known_when_the_coordinator_has_answered_or_is_silent():
     """The request is still held as far as this island knows; its heartbeats fail first."""
     a, _ = begun(member("a"), member("b"))
     ready(a)
@@ -507,37 +497,19 @@ def test_the_stall_reason_after_a_cut_is_the_cut_and_not_the_others():
     a.handle(m.Heartbeat(held="the coordinator waits for the requests of b"))
     a.handle(m.Tick(10.3))
     assert a.stall_reason() == "the coordinator has not answered for 1 s", "a heartbeat is on its way for too long"
+    a.handle(m.Tick(11.5))
     a.handle(m.Heartbeat(held="the coordinator waits for the requests of b"))
     assert a.stall_reason() == "the coordinator waits for the requests of b"
-
-
-def test_the_stall_reason_during_a_reduce_names_a_cut_first():
-    members = begun(member("a"), member("b"))
-    ready(*members)
-    all_see(*members)
-    members[0].handle(m.Heartbeat("cannot be reached"))
-    members[0].handle(m.Tick(1.0))
-    assert members[0].stall_reason() == "round 0 is being reduced by a, b", "one answer may be late"
-    members[0].handle(m.Tick(1.3))
-    expected = "the coordinator has not answered for 1 s (cannot be reached); round 0 is being reduced by a, b"
-    assert members[0].stall_reason() == expected
-
-
-def test_a_stall_reason_is_known_when_the_coordinator_has_answered_since_the_line_was_due_or_is_silent():
-    a, _ = begun(member("a"), member("b"))
-    ready(a)
-    a.handle(m.Tick(1.5))
+    a.handle(m.Tick(12.0))
+    assert a.is_reason_known(11.0, 0.5)
+    assert not a.is_reason_known(11.8, 0.5), "the coordinator may be cut off since its last answer"
+    a.handle(m.Tick(12.8))
+    assert a.is_reason_known(11.8, 0.5), "it is silent"
     a.handle(m.Heartbeat(held="the coordinator waits for the requests of b"))
-    a.handle(m.Tick(2.0))
-    assert a.is_reason_known(1.0, 0.5)
-    assert not a.is_reason_known(1.8, 0.5), "the coordinator may be cut off since its last answer"
-    a.handle(m.Tick(2.8))
-    assert a.is_reason_known(1.8, 0.5), "it is silent"
-    a.handle(m.Heartbeat(held="the coordinator waits for the requests of b"))
-    a.handle(m.Tick(3.0))
-    assert not a.is_reason_known(1.8, 0.5), "the silence has only just ended"
-    a.handle(m.Tick(3.3))
-    assert a.is_reason_known(1.8, 0.5)
+    a.handle(m.Tick(13.0))
+    assert not a.is_reason_known(11.8, 0.5), "the silence has only just ended"
+    a.handle(m.Tick(13.3))
+    assert a.is_reason_known(11.8, 0.5)
 
 
 def test_after_the_first_failed_try_others_that_still_try_are_not_blamed():
@@ -555,7 +527,7 @@ def test_after_the_first_failed_try_others_that_still_try_are_not_blamed():
         assert a.is_reason_known(0.0, 0.5)
 
 
-def test_the_stall_reason_during_a_reduce_names_members_of_the_last_round_that_are_absent():
+def test_the_stall_reason_during_a_reduce_names_a_cut_first_and_members_of_the_last_round_that_are_absent():
     a, b, _ = members = begun(*(member(name) for name in "abc"))
     one_round(*members)
     ready(a, b)
@@ -563,7 +535,13 @@ def test_the_stall_reason_during_a_reduce_names_members_of_the_last_round_that_a
         a.handle(m.Tick(a._now + 1.0))
         b.handle(m.Tick(a._now))
         all_see(a, b)
-    assert a.stall_reason() == "round 1 is being reduced by a, b, without c"
+    a.handle(m.Heartbeat("cannot be reached"))
+    began = a._now
+    a.handle(m.Tick(began + 1.0))
+    assert a.stall_reason() == "round 1 is being reduced by a, b, without c", "one answer may be late"
+    a.handle(m.Tick(began + 1.3))
+    cut = "the coordinator has not answered for 1 s (cannot be reached)"
+    assert a.stall_reason() == f"{cut}; round 1 is being reduced by a, b, without c"
 
 
 @pytest.mark.parametrize(("round", "from_checkpoint", "needed"), [(NO_ROUND, False, 3), (4, True, 3), (4, False, 2)])

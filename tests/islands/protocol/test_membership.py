@@ -1,5 +1,6 @@
-"""The coordinator's rules: the table of `membership`, event by event, in a time of our own."""
+"""The coordinator's rules, event by event, in a time of our own; and which coordinator an island asks."""
 
+from gregale.islands.protocol.choice import Choice
 from gregale.islands.protocol.membership import NEVER, Answer, Ask, Membership
 
 GATHER_SECONDS, HEARTBEAT_SECONDS = 1.0, 5.0
@@ -10,13 +11,16 @@ class Fleet:
     """Members that beat whenever the time is set, and their answers. The time is 0 when a fleet may begin.
 
     - `running`: names that report a round
+    - `asked`: names that have asked once the time is 0
     """
 
-    def __init__(self, *names: str, needed: int = 1, first_id: int = 1, running: str = ""):
+    def __init__(self, *names: str, needed: int = 1, first_id: int = 1, running: str = "", asked: str = ""):
         self.membership, self.needed, self.running = Membership(first_id), needed, running
         self.beating, self.now, self.stopped = dict.fromkeys(names, "s"), -EARLY_SECONDS, 0.0
         self.at(self.now)
         self.at(0.0)
+        for name in asked:
+            self.ask(name)
 
     def at(self, now: float) -> list[Answer]:
         """All beat until then."""
@@ -54,9 +58,7 @@ def test_a_view_waits_for_a_silent_live_member_once_more_than_half_have_asked():
 
 
 def test_a_request_is_held_until_the_needed_number_has_asked():
-    fleet = Fleet("a", "b", "c", needed=3)
-    for name in "ab":
-        fleet.ask(name)
+    fleet = Fleet("a", "b", "c", needed=3, asked="ab")
     assert fleet.at(1000.0) == []
     few, missing = "2 of at least 3 islands are here (a and b)", "the coordinator waits for the requests of c"
     assert fleet.membership.held("a") == f"{few}; {missing}"
@@ -70,9 +72,8 @@ def test_a_request_is_held_until_the_needed_number_has_asked():
 def test_the_headers_of_a_fleet_are_the_newest_of_the_islands_that_run():
     fleet = Fleet("a", "b", "c", running="ab")
     assert fleet.membership.running == []
-    for name in "abc":
-        fleet.ask(name)
-    fleet.ask("b", 2)
+    for name, number in (("a", 1), ("b", 1), ("c", 1), ("b", 2)):
+        fleet.ask(name, number)
     assert fleet.membership.running == ["a1s", "b2s"]
     del fleet.beating["b"]
     fleet.at(10.0)
@@ -81,9 +82,7 @@ def test_the_headers_of_a_fleet_are_the_newest_of_the_islands_that_run():
 
 def test_who_is_not_in_a_round_learns_which_islands_are():
     """The island d comes back while a and c are in a reduce with b, which cannot receive and has given it up."""
-    fleet = Fleet("a", "b", "c", running="abc")
-    for name in "abc":
-        fleet.ask(name)
+    fleet = Fleet("a", "b", "c", running="abc", asked="abc")
     fleet.beating["d"] = "s"
     fleet.ask("b", 2)
     fleet.ask("d")
@@ -101,9 +100,7 @@ def test_an_island_of_a_running_fleet_needs_fewer_than_those_that_join_it():
 
 def test_no_fleet_begins_beside_one_that_runs():
     """The running island makes a long interval of steps: it is alive, and has no request."""
-    fleet = Fleet("a", "b", "c", running="a")
-    for name in "bc":
-        fleet.ask(name)
+    fleet = Fleet("a", "b", "c", running="a", asked="bc")
     assert fleet.at(1000.0) == []
     assert fleet.membership.held("b") == "the coordinator waits for the requests of a"
     assert seen(fleet.ask("a")) == ["a1s", "b1s", "c1s"]
@@ -137,9 +134,7 @@ def test_a_lost_answer_is_given_again():
 
 
 def test_a_repeated_request_does_not_begin_the_wait_again():
-    fleet = Fleet("a", "b", "c")
-    for name in "ab":
-        fleet.ask(name)
+    fleet = Fleet("a", "b", "c", asked="ab")
     fleet.at(0.9)
     [replaced] = fleet.ask("a")
     assert (replaced.ask.number, replaced.view) == (1, None)
@@ -147,9 +142,7 @@ def test_a_repeated_request_does_not_begin_the_wait_again():
 
 
 def test_the_members_of_the_last_view_are_answered_at_once():
-    fleet = Fleet("a", "b", "c", "d")
-    for name in "abc":
-        fleet.ask(name)
+    fleet = Fleet("a", "b", "c", "d", asked="abc")
     assert seen(fleet.at(1.0)) == ["a1s", "b1s", "c1s"]
     for name in "ab":
         assert fleet.ask(name, 2) == []
@@ -166,24 +159,16 @@ def test_ids_count_changes_of_membership():
     assert {answer.view.id for answer in fleet.ask("a", 3) if answer.view} == {41}
 
 
-def test_half_of_the_live_members_get_no_view():
-    fleet = Fleet("a", "b")
-    fleet.ask("a")
+def test_half_of_the_live_members_get_no_view_and_dead_members_count_until_their_heartbeats_expire():
+    fleet = Fleet("a", "b", asked="a")
     assert fleet.at(100.0) == []
-
-
-def test_dead_members_count_until_their_heartbeats_expire():
-    fleet = Fleet("a", "b")
-    fleet.at(1.0)
     del fleet.beating["b"]
-    fleet.ask("a")
-    assert fleet.at(5.9) == []
-    assert seen(fleet.at(6.0)) == ["a1s"]
+    assert fleet.at(104.9) == []
+    assert seen(fleet.at(105.0)) == ["a1s"]
 
 
 def test_a_member_that_leaves_does_not_count():
-    fleet = Fleet("a", "b")
-    fleet.ask("a")
+    fleet = Fleet("a", "b", asked="a")
     del fleet.beating["b"]
     fleet.membership.leave("b", "another session")
     assert fleet.membership.tick(0.0) == []
@@ -204,8 +189,7 @@ def test_a_replaced_request_is_in_no_later_view():
 
 def test_a_request_that_has_ended_is_in_no_view_after_a_silence_of_its_process():
     """A stopped process repeats it when it goes on; or the network brings it late."""
-    fleet = Fleet("a", "b")
-    fleet.ask("a")
+    fleet = Fleet("a", "b", asked="a")
     assert seen(fleet.ask("b")) == ["a1s", "b1s"]
     del fleet.beating["a"]
     fleet.at(2 * HEARTBEAT_SECONDS)
@@ -276,8 +260,7 @@ def test_a_request_of_a_higher_term_begins_a_term_above_it_and_ends_the_requests
 
 
 def test_a_member_that_asks_elsewhere_is_not_waited_for_and_may_begin_no_fleet():
-    fleet = Fleet("a", "b")
-    fleet.ask("b")
+    fleet = Fleet("a", "b", asked="b")
     for here in (True, False):
         fleet.membership.beat("b", "s", HEARTBEAT_SECONDS, -1, fleet.now, here)
     fleet.beating.pop("b")
@@ -319,3 +302,44 @@ def test_islands_wait_for_one_that_has_the_recorded_last_state():
     again.membership = Membership(1, fleet.membership.complete)
     again.membership.record("run", (120, "other"))
     assert again.membership.complete == {"run": (120, "last")}, "a coordinator that starts again knows it"
+
+
+def test_the_one_that_hears_most_is_chosen_and_the_first_again_when_it_is_back():
+    choice, turns = Choice(2, HEARTBEAT_SECONDS), {}
+    for now in range(30):
+        for index, hears in enumerate((None if 5 <= now < 15 else 3, 2 if now > 20 else 3)):
+            if hears is not None:
+                choice.answered(index, hears, now)
+        if choice.look(now):
+            turns[now] = choice.current
+    assert turns == {8: 1, 17: 0}, "after three beats of silence, and two of a better one"
+
+
+def test_a_request_is_never_sent_under_a_lower_term():
+    choice = Choice(2, HEARTBEAT_SECONDS)
+    choice.told(0, 9)
+    choice.told(1, 4)
+    assert choice.request(2, is_fresh=True) == (0, 9, 2)
+    for now in (0, 4):
+        choice.answered(1, 3, now)
+        choice.look(now)
+    assert choice.request(2, is_fresh=True) == (1, 9, NEVER), "it tells the other one that its term is too low"
+    choice.told(1, 12)
+    assert choice.request(2, is_fresh=False) == (1, 12, 2)
+    assert Choice(1, HEARTBEAT_SECONDS).request(2, is_fresh=True) == (0, 0, 2)
+
+
+def test_the_record_of_one_coordinator_is_passed_on_to_the_others_unless_most_have_another():
+    choice, own, one, other = Choice(3, HEARTBEAT_SECONDS), (7, "own"), (7, "one"), (7, "other")
+    assert choice.to_record(None) is None
+    choice.answered(2, 3, 0.0, one)
+    assert (choice.recorded, choice.to_record(None)) == (None, one), "this island has no last state, or has died since"
+    assert choice.to_record(own) == own, "no majority has another one"
+    for index in range(2):
+        choice.answered(index, 3, 0.0, other)
+    assert choice.recorded == choice.to_record(None) == choice.to_record(own) == other
+    halves = Choice(2, HEARTBEAT_SECONDS)
+    for index in range(2):
+        assert halves.recorded is None, "half of them are no majority"
+        halves.answered(index, 3, 0.0, one)
+    assert halves.recorded == one

@@ -28,8 +28,12 @@ def member() -> Any:
 
 
 @pytest.fixture
-def stalls(member) -> Stalls:
-    trainer: Any = SimpleNamespace(progress=lambda number: (3, 10))
+def trainer() -> Any:
+    return SimpleNamespace(progress=lambda number: (3, 10))
+
+
+@pytest.fixture
+def stalls(member, trainer) -> Stalls:
     return Stalls(member, trainer)
 
 
@@ -74,47 +78,29 @@ def test_a_fetched_state_ends_a_stall_but_does_not_change_the_median(stalls):
     assert [at for at, _ in lines(stalls, last + 40, last + 1)] == [last + 31]
 
 
-@pytest.mark.parametrize(
-    ("number", "starved", "why"),
-    [
-        (NO_ROUND, False, "the fleet has not begun"),
-        (4, False, "this island has made 3 of the 10 steps of a round"),
-        (4, True, "this island has made 3 of the 10 steps of a round; all data leased to this island is used"),
-    ],
-)
-def test_the_island_itself_may_be_the_reason(stalls, member, number, starved, why):
-    member.stall_reason, member.outer, member.handover.starved = lambda: "", replace(seed("d"), round=number), starved
-    rounds(stalls, 2)
-    assert lines(stalls, 40, 10) == [(40.0, f"No round for 30 s: {why}.")]
-
-
-def test_an_island_in_the_middle_of_a_step_is_the_reason(stalls, member):
-    member.stall_reason, member.outer = lambda: "", replace(seed("d"), round=4)
-    member.handover.step_seconds = 2.0
-    rounds(stalls, 2)
-    member.handover.fall_due(10.0)
-    member.handover.want(4)
-    assert lines(stalls, 40, 10) == [
-        (40.0, "No round for 30 s: this island is in the middle of a step (one takes 2.0 s).")
-    ]
+MADE = "this island has made 3 of the 10 steps of a round"
 
 
 @pytest.mark.parametrize(
-    ("number", "other", "why"),
+    ("number", "starved", "due", "compiles", "other", "why"),
     [
-        (4, "", "this island compiles the programs of the next stage"),
-        (4, "b is missing", "this island compiles the programs of the next stage; b is missing"),
-        (5, "", "this island compiles a program"),
+        (NO_ROUND, False, False, False, "", "the fleet has not begun"),
+        (4, False, False, False, "", MADE),
+        (4, True, False, False, "", f"{MADE}; all data leased to this island is used"),
+        (4, False, True, False, "", "this island is in the middle of a step (one takes 2.0 s)"),
+        (4, False, True, True, "", "this island compiles the programs of the next stage"),
+        (4, False, True, True, "b is missing", "this island compiles the programs of the next stage; b is missing"),
+        (5, False, True, True, "", "this island compiles a program"),
     ],
 )
-def test_an_island_that_waits_for_the_compiler_is_the_reason(member, number, other, why):
-    """It makes no steps, however many it has made; a round may be due."""
+def test_the_island_itself_may_be_the_reason(member, trainer, number, starved, due, compiles, other, why):
     member.stall_reason, member.outer = lambda: other, replace(seed("d"), round=number)
-    trainer: Any = SimpleNamespace(progress=lambda number: (5, 6))
-    stalls = Stalls(member, trainer, lambda: True)
+    member.handover.starved, member.handover.step_seconds = starved, 2.0
+    stalls = Stalls(member, trainer, lambda: compiles)
     rounds(stalls, 2)
-    member.handover.fall_due(10.0)
-    member.handover.want(4)
+    if due:
+        member.handover.fall_due(10.0)
+        member.handover.want(4)
     assert lines(stalls, 40, 10) == [(40.0, f"No round for 30 s: {why}.")]
 
 
@@ -135,12 +121,9 @@ def test_a_stop_of_the_process_itself_is_the_reason_and_begins_the_wait_again(st
     assert [each for each in found if each[1]] == [(30, "No round for 30 s: b is missing.")]
 
 
-def test_a_stop_that_the_others_have_not_noticed_is_not_reported(stalls):
+def test_a_stop_that_the_others_have_not_noticed_and_a_member_that_has_left_are_not_reported(stalls, member):
     last = rounds(stalls, 5)
     assert stalls.look(last + 1, LAN.heartbeat_seconds / 2) is None
-
-
-def test_a_member_that_has_left_reports_nothing(stalls, member):
     member.done = True
     assert lines(stalls, 100) == []
 
@@ -180,8 +163,12 @@ def test_a_stall_is_reported_once_with_reasons_and_so_is_its_end():
     assert news.stall(["oslo"], 273.0) != []
 
 
-def test_a_stall_report_names_islands_that_compile_whatever_the_others_wait_for():
+def test_a_stall_report_names_islands_without_requests_and_those_that_compile_whatever_the_others_wait_for():
     news, others = News(), {"bergen": "s", "paris": "s"}
+    news.changes(HERE, 100.0, 2.0)
+    assert news.stall(["oslo"], 160.0) == []
+    assert news.stall(["oslo"], 163.0) == ["No round for 63 s: alive, but not asking for a round: turin."]
+    news = News()
     news.changes(HERE | others, 100.0, 2.0)
     for name in others:
         news.report(name, 4, "the coordinator waits for the requests of oslo and turin", 100.0)
@@ -191,13 +178,6 @@ def test_a_stall_report_names_islands_that_compile_whatever_the_others_wait_for(
         "No round for 63 s: compiling the programs of the next stage: oslo, turin; the coordinator waits for the "
         "requests of oslo and turin."
     ]
-
-
-def test_a_stall_report_names_islands_without_requests():
-    news = News()
-    news.changes(HERE, 100.0, 2.0)
-    assert news.stall(["oslo"], 160.0) == []
-    assert news.stall(["oslo"], 163.0) == ["No round for 63 s: alive, but not asking for a round: turin."]
 
 
 def test_nothing_is_reported_after_the_fleet_has_ended():

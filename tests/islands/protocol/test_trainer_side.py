@@ -80,13 +80,6 @@ def test_a_round_is_due_again_as_many_steps_and_tau_after_its_message(side, weig
     assert not side.says_due(0)
 
 
-def test_in_lockstep_no_message_is_replaced_by_one_of_more_steps():
-    side = Side(delay=5, lockstep=True)
-    side.sends(0)
-    side.steps(20)
-    assert not side.says_due(0)
-
-
 def test_nothing_is_mixed_in_before_tau_steps(side):
     leaver = Side()
     for each in (side, leaver):
@@ -124,6 +117,10 @@ def test_in_lockstep_the_trainer_waits_tau_steps_even_for_an_early_decision():
     side.commits(0)
     assert side.arrival(is_last=False) == ApplyRound(0, 1.0)
     assert not side.must_wait(1, 0.0)
+    side = Side(delay=5, lockstep=True)
+    side.sends(0)
+    side.steps(20)
+    assert not side.says_due(0), "no message is replaced by one of more steps"
 
 
 def test_in_lockstep_an_island_without_data_hands_over_its_message():

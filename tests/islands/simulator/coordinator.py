@@ -24,8 +24,6 @@ class Coordinator:
     - `disk`: what outlives its process
     """
 
-    kind = Membership  # tests plant mistakes
-
     def __init__(self, world, index: int):
         self.world, self.index = world, index
         self.name = COORDINATOR + str(index or "")
@@ -39,7 +37,7 @@ class Coordinator:
         self._begin()
 
     def _begin(self) -> None:
-        self.membership = self.kind(1 + IDS * (self.restarts + 1000 * self.index), self.disk)
+        self.membership = Membership(1 + IDS * (self.restarts + 1000 * self.index), self.disk)
 
     @property
     def clock(self) -> float:

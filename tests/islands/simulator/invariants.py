@@ -73,13 +73,10 @@ class Invariants:
         """A member gives up its state `old` for `new`: the new one's history has the old one in it."""
         if old.round < 1 or self._descends(new.digest, old.digest):
             return
-        if not any(self.lines.get(line, (None, False))[1] for line in self._apart(old.generation, new.generation)):
+        apart = set(self._line(old.generation)) ^ set(self._line(new.generation))
+        if not any(self.lines.get(line, (None, False))[1] for line in apart):
             raise BrokenError(f"round {old.round} of {old.generation} is lost: {new.generation} does not have it")
-        self.replace(old, new)
-
-    def replace(self, old: OuterRecord, new: OuterRecord) -> None:
-        """The state `new` replaces another one, whose history is not its own: the longer history wins."""
-        if (new.round, new.generation) < (old.round, old.generation) and not self._descends(new.digest, old.digest):
+        if (new.round, new.generation) < (old.round, old.generation):  # the longer history wins
             raise BrokenError(
                 f"round {old.round} of {old.generation} is lost for round {new.round} of {new.generation}"
             )
@@ -96,9 +93,6 @@ class Invariants:
             line.append(at)
             at = self.lines.get(at, (None, False))[0]
         return line
-
-    def _apart(self, one: Generation, other: Generation) -> set[Generation]:
-        return set(self._line(one)) ^ set(self._line(other))
 
     def consume(self, example: int, who: str) -> None:
         if example in self.consumed and not self.forked:

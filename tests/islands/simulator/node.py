@@ -222,16 +222,16 @@ class Node:
             case m.Commit(key, outer, weight):
                 world.committed(self, action, self.prepared.pop(key))
                 self._take_over(outer)
-                self.trainer.decided(ApplyRound(outer.round - 1, weight))
+                self.trainer.side.round_decided(ApplyRound(outer.round - 1, weight), self.clock)
             case m.Publish(outer):
                 world.published(self, outer)
                 self._take_over(outer)
             case m.Install(outer, keeps):
                 world.installed(self, outer)
                 self._take_over(outer)
-                self.trainer.decided(LoadOuterState(outer.round, keeps=keeps))
+                self.trainer.side.round_decided(LoadOuterState(outer.round, keeps=keeps), self.clock)
             case m.Reset():
-                self.trainer.decided(LoadOuterState(self.member.outer.round))
+                self.trainer.side.round_decided(LoadOuterState(self.member.outer.round), self.clock)
             case m.ProbePeers(peers):
                 seconds = world.rng.uniform(0.01, 0.1)
                 world.later(seconds, lambda: self.tell(m.PeersDead(world.dead(self.name, peers))))
@@ -243,7 +243,7 @@ class Node:
                 self.alive = False
             case m.LeaveDone():
                 if self.member.is_complete:
-                    world.save_last(self)
+                    world.save(self, is_last=True)
                 self.alive = False
                 world.leave(self)
 
@@ -268,7 +268,7 @@ class Node:
         - `tokens`: by fragment, which no round has
         """
         self._finished = steps, tokens
-        self.world.save_last(self)
+        self.world.save(self, is_last=True)
         self.tell(m.Saved())
 
     def _end(self, is_last: bool) -> None:

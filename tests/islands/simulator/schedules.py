@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.decision import SPLIT_AFTER
-from gregale.islands.protocol.member import HEAL_MARGIN, MOST_LINGERS, Member
+from gregale.islands.protocol.member import HEAL_MARGIN, MOST_LINGERS
 from gregale.islands.protocol.messages import NO_ROUND, Timing
 from tests.islands.simulator.coordinator import POLL_SECONDS, Coordinator
 from tests.islands.simulator.invariants import BrokenError
@@ -26,15 +26,13 @@ class Outcome:
     longest_wait: float  # for a round, after the last fault, as a share of `longest_wait`
 
 
-def run(
-    number: int, member_class: type[Member] = Member, trace: list[str] | None = None, coordinators: int = 1
-) -> Outcome:
+def run(number: int, trace: list[str] | None = None, coordinators: int = 1) -> Outcome:
     """Runs schedule `number`.
 
     Raises:
         BrokenError: an invariant does not hold; `trace`, a list, has what happened.
     """
-    world = World(number, member_class, trace, coordinators)
+    world = World(number, trace=trace, coordinators=coordinators)
     rng = world.rng
     names = [f"i{index}" for index in range(rng.choice((1, 2, 2, 3, 3, 4, 5)))]
     for name in names:
@@ -49,11 +47,11 @@ def run(
     return _demand_progress(world)
 
 
-def is_found(numbers: range, member_class: type[Member] = Member, coordinators: int = 1) -> bool:
+def is_found(numbers: range, coordinators: int = 1) -> bool:
     """Return whether a planted mistake breaks an invariant in one of these schedules."""
     try:
         for number in numbers:
-            run(number, member_class, coordinators=coordinators)
+            run(number, coordinators=coordinators)
     except BrokenError:
         return True
     return False
@@ -110,13 +108,13 @@ def fail_over(number: int, timing: Timing, with_island: bool) -> tuple[float, fl
     return seconds, world.now - began
 
 
-def end_apart(number: int, member_class: type[Member] = Member) -> World:
+def end_apart(number: int) -> World:
     """Have an island complete the run cut off from two of three coordinators, and two others again from checkpoints.
 
     Then both sides know only of their own last state. The two coordinators start again, all links are mended, and one
     of the two islands starts again. Return the world after that.
     """
-    world = World(7 * number + 3, member_class, coordinators=3)
+    world = World(7 * number + 3, coordinators=3)
     world.timing, world.weather = TIMING, Weather(0.0, 0.0, 0.0, 0.0, 0.0)
     world.rules = replace(world.rules, minimum=2, start=2, stages=())
     for index in range(3):

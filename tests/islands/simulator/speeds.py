@@ -31,7 +31,11 @@ class Pace:
 
 
 class Observed(World):
-    """A world that notes each island's `Pace`."""
+    """A world that notes each island's `Pace`.
+
+    - `steps`: of the run
+    - `copy_seconds`: from a handover of the last island until its message is on the host; 0: as of the others
+    """
 
     def __init__(
         self,
@@ -53,6 +57,11 @@ class Observed(World):
         for name in self.step_seconds:
             self.later(self.rng.random(), lambda name=name: self.start(name))
 
+    def after(self, seconds: float) -> list[Pace]:
+        """Return what has become of the islands after so many seconds."""
+        self.run_until(seconds)
+        return list(self.paces.values())
+
     def step(self, node):
         self.paces[node.name].steps.append(self.now)
 
@@ -67,25 +76,6 @@ class Observed(World):
     def installed(self, node, outer):
         super().installed(node, outer)
         self.paces[node.name].heals += 1
-
-
-def paces(
-    step_seconds: Sequence[float],
-    timing: Timing,
-    schedule: Schedule,
-    seconds: float,
-    member_class: type[Member] = Member,
-    steps: int = 10**9,
-    copy_seconds: float = 0.0,
-) -> list[Pace]:
-    """Return what became of islands with these steps after so many seconds.
-
-    - `steps`: of the run
-    - `copy_seconds`: from a handover of the last island until its message is on the host; 0: as of the others
-    """
-    world = Observed(step_seconds, timing, schedule, member_class, steps, copy_seconds)
-    world.run_until(seconds)
-    return list(world.paces.values())
 
 
 def check_others(found: Sequence[Pace], alone: Pace, schedule: Schedule, wait_steps: float = GRACE_STEPS) -> None:

@@ -9,8 +9,6 @@ from gregale.islands.protocol.choice import Choice
 from gregale.islands.protocol.member import Member
 from gregale.islands.protocol.membership import Membership
 from gregale.islands.protocol.messages import LAN, WAN
-from tests.islands.simulator import node
-from tests.islands.simulator.coordinator import Coordinator
 from tests.islands.simulator.invariants import BrokenError
 from tests.islands.simulator.schedules import end_apart, fail_over, is_found, run
 
@@ -55,60 +53,43 @@ def test_two_sides_that_complete_a_run_end_with_one_state():
         assert len(world.final) == 1
 
 
-class EndsUnrecorded(Member):
-    """Ends when it has saved its last state, whoever has recorded that."""
-
-    @property
-    def verdict(self):
-        return True if self.saved else None
+def records_again(self, run, last):
+    self.complete[run] = last
+    return True
 
 
-class TrustsOne(Choice):
-    """Takes what one coordinator has recorded for the run's last state."""
-
-    @property
-    def recorded(self):
-        return next((heard.record for heard in self._all if heard.record), None)
+def forgets_records(self, first_id, complete, original=Membership.__init__):
+    original(self, first_id)
 
 
-class RecordsAgain(Membership):
-    """Records each last state in place of the one before."""
-
-    def record(self, run, last):
-        self.complete[run] = last
-        return True
+def trusts_one(self):
+    return next((heard.record for heard in self._all if heard.record), None)
 
 
-class ForgetsRecords(Membership):
-    """Has no disk."""
-
-    def __init__(self, first_id, complete):
-        super().__init__(first_id)
-
-
-@pytest.mark.parametrize("planted", [EndsUnrecorded, TrustsOne, RecordsAgain, ForgetsRecords])
-def test_a_mistake_that_lets_two_sides_end_apart_is_found(monkeypatch, planted):
-    member = planted if issubclass(planted, Member) else Member
-    if member is Member:
-        monkeypatch.setattr(*((Coordinator, "kind") if issubclass(planted, Membership) else (node, "Choice")), planted)
-
+@pytest.mark.parametrize(
+    ("owner", "name", "planted"),
+    [
+        pytest.param(Member, "verdict", property(lambda self: True if self.saved else None), id="ends unrecorded"),
+        pytest.param(Choice, "recorded", property(trusts_one), id="takes what one coordinator has recorded"),
+        pytest.param(Membership, "record", records_again, id="records each last state in place of the one before"),
+        pytest.param(Membership, "__init__", forgets_records, id="has no disk"),
+    ],
+)
+def test_a_mistake_that_lets_two_sides_end_apart_is_found(monkeypatch, owner, name, planted):
+    monkeypatch.setattr(owner, name, planted)
     with pytest.raises(BrokenError, match="the run ends with other parameters"):
-        [end_apart(number, member) for number in range(5)]
+        [end_apart(number) for number in range(5)]
 
 
-class PromisesNothing(Choice):
+def promises_nothing(self, needed, is_fresh, original=Choice.request):
     """Asks each coordinator under that one's own term."""
-
-    def request(self, needed, is_fresh):
-        self._promised = 0
-        return super().request(needed, is_fresh)
+    self._promised = 0
+    return original(self, needed, is_fresh)
 
 
-class HasNoTerms(Membership):
+def has_no_terms(self, ask, now, original=Membership.ask):
     """Takes requests of every term into its views."""
-
-    def ask(self, ask, now):
-        super().ask(replace(ask, term=0), now)
+    original(self, replace(ask, term=0), now)
 
 
 def by_witness(view, headers, current, rules):
@@ -133,8 +114,8 @@ def continues_with_half(view, headers, current, rules, original=decision._surviv
         (decision, "_by_majority", by_witness),
         (decision, "_by_majority", never_adopts),
         (decision, "_survivors", continues_with_half),
-        (Coordinator, "kind", HasNoTerms),
-        (node, "Choice", PromisesNothing),
+        (Membership, "ask", has_no_terms),
+        (Choice, "request", promises_nothing),
     ],
 )
 def test_a_planted_mistake_is_found(monkeypatch, owner, name, planted):

@@ -41,10 +41,6 @@ class Trainer:
     def leased(self, outer: OuterRecord, holder: str) -> None:
         self._leases.update(outer.ledger, holder)
 
-    def decided(self, arrival: ApplyRound | LoadOuterState) -> None:
-        """A round is committed, or another state is here."""
-        self.side.round_decided(arrival, self._node.clock)
-
     def wake(self) -> None:
         """Something has happened: goes on, if it waits and does not have to any more."""
         if not self._is_busy:

@@ -172,11 +172,13 @@ class World:
         if self.rng.random() < SAVES:
             self.save(node)
 
-    def save(self, node: Node) -> None:
+    def save(self, node: Node, is_last: bool = False) -> None:
+        """An island saves; `is_last`: it has the last state of the run."""
         outer, *others = node.trainer.saved()
+        outer = node.member.outer if is_last else outer
         taken = len(self.invariants.taken.get(node.name, []))
         self.disks[node.name] = Checkpoint(outer, *others), taken
-        self.log(f"{node.name} has saved round {outer.round}")
+        self.log(f"{node.name} has saved {'the last state' if is_last else f'round {outer.round}'}")
 
     def kill(self, name: str) -> None:
         self.log(f"{name} dies")
@@ -301,13 +303,6 @@ class World:
         node.previous = self.states[node.identity]
         self.states[node.identity] = outer
 
-    def save_last(self, node: Node) -> None:
-        """An island has the last state of the run, and saves it."""
-        self.log(f"{node.name} has saved the last state")
-        _, *others = node.trainer.saved()
-        taken = len(self.invariants.taken.get(node.name, []))
-        self.disks[node.name] = Checkpoint(node.member.outer, *others), taken
-
     def completed(self, node: Node, steps: int, tokens: list[float]) -> None:
         """An island has ended with the last state of the run."""
         self.log(f"{node.name} has completed the run")
@@ -343,8 +338,10 @@ class World:
         for header in view.headers:
             if header.electors:
                 self.electors[header.generation, header.round] = header.electors
-        if isinstance(plan, FormGroup) and (sound := self._sound(plan)):
-            raise BrokenError(f"the messages of {sound} are left out: {plan.left_out}")
+        if isinstance(plan, FormGroup):
+            left_out = {member.identity for member in plan.members if member.name in plan.left_out}
+            if sound := [n.name for n in self.nodes.values() if n.identity in left_out and not n.has_diverged]:
+                raise BrokenError(f"the messages of {sound} are left out: {plan.left_out}")
         if isinstance(plan, NewGeneration) and decision.top:
             if self.rules.majority and plan.waited:
                 self._check_survivors(decision.top, frozenset(decision.headers))
@@ -352,9 +349,10 @@ class World:
         elif isinstance(plan, Adopt) and plan.renewal and decision.top:
             self.invariants.turn(plan.renewal.generation, decision.top.generation, False)
         elif isinstance(plan, StartFleet):
-            living = any(node.alive and self._has_state(node) for node in self.nodes.values())
+            living = [node for node in self.nodes.values() if node.alive]
+            has_state = any(node.kept or self.states[node.identity].round > NO_ROUND for node in living)
             self.fleets += 1
-            self.invariants.begin(plan.generation, living or bool(self.disks))
+            self.invariants.begin(plan.generation, has_state or bool(self.disks))
 
     def _check_survivors(self, top: Header, here: frozenset[str]) -> None:
         """A generation may begin without most of the voters in its view only if these are dead."""
@@ -368,12 +366,3 @@ class World:
     def leave(self, node: Node) -> None:
         for each in self.coordinators:
             each.leave(node)
-
-    def _sound(self, plan: FormGroup) -> list[str]:
-        """Members whose message is left out, and that have not diverged, as far as their process lives."""
-        left_out = {member.identity for member in plan.members if member.name in plan.left_out}
-        return [n.name for n in self.nodes.values() if n.identity in left_out and not n.has_diverged]
-
-    def _has_state(self, node: Node) -> bool:
-        """Whether a process has a fleet's state, or will have it when it goes on."""
-        return bool(node.kept) or self.states[node.identity].round > NO_ROUND

@@ -1,7 +1,6 @@
 """Real servers on loopback; time limits are far above what anything here takes."""
 
 import socket
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -37,11 +36,3 @@ def received(connection: socket.socket) -> bytes:
         return b"".join(iter(lambda: connection.recv(1 << 16), b""))
     except ConnectionResetError:  # it closed before it had read everything
         return b""
-
-
-def wait_until(true: Callable[[], object], what: Callable[[], object] = str) -> None:
-    """Return when `true` is; otherwise fail with `what`."""
-    until = time.monotonic() + WAIT_SECONDS
-    while not true():
-        assert time.monotonic() < until, what()
-        time.sleep(0.02)

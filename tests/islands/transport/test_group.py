@@ -148,7 +148,7 @@ def test_a_dropped_group_leaves_no_sockets_or_threads(build):
     assert all(group._streams == {} and group._server.groups._receivers == {} for group in groups)
 
 
-def test_a_member_that_does_not_exist_or_does_not_join(build, make_server):
+def test_a_member_that_does_not_exist_or_does_not_join_and_a_group_that_is_dropped_before(build, make_server):
     with pytest.raises(GroupFailed, match=r"The group of 3 has not come together: .*cannot be reached: .*refused"):
         build(3, absent=(1,), timeout_seconds=0.3)
     servers = [make_server() for _ in range(3)]
@@ -163,16 +163,12 @@ def test_a_member_that_does_not_exist_or_does_not_join(build, make_server):
     late = rf"has not come together: {other.address.partition('/')[0]} did not come within 0.2 s"
     with pytest.raises(GroupFailed, match=late):
         Group("k", 0, [one.address, other.address], one).connect(0.2)
-
-
-def test_a_group_that_is_dropped_while_it_connects_ends_at_once(make_server):
-    one, other = make_server(), make_server()
     group = Group("key", 0, [one.address, other.address], one)
     with ThreadPoolExecutor(1) as threads:
         built = threads.submit(group.connect, 60.0)
         group.drop()
         with pytest.raises(GroupFailed, match="has not come together: the group was dropped here"):
-            built.result(30.0)
+            built.result(30.0)  # at once
 
 
 def test_only_expected_members_are_admitted_and_once(build, make_server):

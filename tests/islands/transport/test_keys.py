@@ -48,12 +48,12 @@ from gregale.islands.transport.group import Group, GroupFailed
 from gregale.islands.transport.lighthouse import NAME, Lighthouse
 from gregale.islands.transport.revocations import Revocations, list_beside, lock_of
 from gregale.islands.transport.tls import read_credentials, tls_contexts
-from tests.islands.transport.conftest import WAIT_SECONDS, wait_until
+from tests.islands.transport.conftest import WAIT_SECONDS
 from tests.islands.transport.test_lighthouse import TIMING
+from tests.waiting import until
 
 BEAT = {"format": FORMAT, "kind": "beat", "session": "s", "stalled": "", "round": -1, "here": True, "met": True}
-BEAT |= {"run": ""}
-BEAT["heartbeat_seconds"] = 9.0
+BEAT |= {"run": "", "heartbeat_seconds": 9.0}
 PORTS = ["coordinator", "island"]
 
 
@@ -149,11 +149,29 @@ def test_no_port_and_no_client_accepts_a_certificate_that_the_authority_has_not_
 
 
 @pytest.mark.parametrize("port", PORTS)
-def test_every_port_refuses_a_name_that_is_not_the_keys_and_an_expired_or_revoked_key(listen, token, port):
+def test_every_port_refuses_a_name_that_is_not_the_keys_and_an_expired_or_revoked_key(
+    listen, token, port, tmp_path, monkeypatch
+):
     oslo, long_ago = key_file(token, "oslo", {}, 9.0), datetime(2020, 1, 1, tzinfo=UTC)
     address, message = listen(port), {**BEAT, "name": "oslo"}
     for each in (oslo, token):
         call(address, each, message, 5.0)
+
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return datetime(1970, 1, 1, tzinfo=tz)
+
+    early = "clock of the host that checks the key of oslo is at 1970-01-01, before"
+    with monkeypatch.context() as patch:
+        patch.setattr(tls, "datetime", Clock)
+        with pytest.raises(RequestRejected, match=early):
+            call(address, oslo, message, 5.0)
+        call(address, token, message, 5.0)  # the fleet's token has no times
+        with pytest.raises(
+            UserError, match=r"k: .*oslo.key cannot be used: the clock .* 1970-01-01.*\. Set the clock\."
+        ):
+            read_credentials(written(oslo, tmp_path / "oslo.key"), "k", "oslo")
     for kind in ("beat", "ask", "leave", "host"):
         for name in ("turin", "", None, ["oslo"]):
             with pytest.raises(RequestRejected, match="it has the key of oslo, not of "):
@@ -165,14 +183,9 @@ def test_every_port_refuses_a_name_that_is_not_the_keys_and_an_expired_or_revoke
         tls_contexts(token).revoked.take({"oslo": [1, signed_revocation(token, "oslo", 1)]})
         assert opened._connection.sock.recv(1) == b"", "open connections end"
         for path in ("/status", "/manifest", "/nowhere"):
-            with pytest.raises(KeyRevoked, match="the key of oslo was revoked"):
-                ask_status_at(address, oslo, path)
+            with closing(PeerClient(address, oslo, 5.0)) as client, pytest.raises(KeyRevoked, match="oslo was revoked"):
+                client.request("GET", path)
     call(address, key_file(token, "oslo", {"": 1}, 9.0), message, 5.0)
-
-
-def ask_status_at(address: str, token: bytes, path: str) -> dict:
-    with closing(PeerClient(address, token, 5.0)) as client:
-        return client.request("GET", path)
 
 
 def test_no_member_answers_in_the_place_of_another(make_server, token):
@@ -200,16 +213,10 @@ def test_false_coordinators_and_hosts_of_an_island_are_refused(listen, token):
         headers_of_fleet([listen("coordinator", key_file(token, "turin", {}, 9.0)).partition("/")[0]], oslo)
     assert headers_of_fleet([listen("coordinator", key_file(token, NAME, {}, 9.0)).partition("/")[0]], oslo) == {}
     tracker = StatusTracker("turin", 1, 0)
-    tracker._driver = NoHosts()  # type: ignore[assignment]
+    tracker._driver = object()  # type: ignore[assignment] # an AttributeError if it was taken
     for message in ({"kind": "host", "name": "oslo", "host": 1, "have": 0}, {"kind": "host", "host": 1, "have": 0}):
         with pytest.raises(RequestRejected, match="unknown message"):
             tracker.on_message(message)
-
-
-class NoHosts:
-    @property
-    def worker(self):
-        pytest.fail("it was taken")
 
 
 def test_a_stream_for_another_member_is_refused_and_a_revocation_ends_open_streams(make_server, token):
@@ -247,19 +254,14 @@ def test_a_revocation_ends_the_relays_of_its_key_and_no_other_connection(make_se
     with closing(PeerClient(called.address, keys[0], WAIT_SECONDS, caller.paths.dial)) as client:
         client.connect()
         tls_contexts(token).revoked.take({"rome": [1, signed_revocation(token, "rome", 1)]})
-        wait_until(lambda: relay._http._revocations_seen == 1)
+        until(lambda: relay._http._revocations_seen == 1)
         client.request("GET", "/status")
         assert ask_status(relay.address, token, WAIT_SECONDS) == {}
         # The hosts have not heard of it: the relay itself ends both sides.
         tls_contexts(token).revoked.take({revoked: [1, signed_revocation(token, revoked, 1)]})
-        wait_until(lambda: relay.relays._value == 4)
+        until(lambda: relay.relays._value == 4)
         with suppress(ConnectionError, ssl.SSLError):
             assert client._connection.sock.recv(1) == b""
-
-
-def test_a_certificate_that_the_authority_has_signed_but_gregale_has_not_written_counts_as_revoked(token):
-    strange = signed_by(x509.load_der_x509_certificate(tls_contexts(token).authority), signing_key(token), "")
-    assert tls.is_revoked(token, certificates_of(strange)[0])
 
 
 def commanded(capsys, *words: str) -> str:
@@ -285,7 +287,7 @@ def test_a_revocation_reaches_coordinators_and_islands_and_outlives_them(token, 
     members = [CoordinatorClient(first.address, name, key, TIMING) for name, key in (("oslo", oslo), ("turin", turin))]
     assert "islands.token.revoked has a new revocation of oslo: it ends all keys" in commanded(capsys, "revoke", "oslo")
     Path("lighthouse.key.revoked").write_bytes(list_beside(path).read_bytes())
-    wait_until(lambda: members[0].revoked is not None and list_beside(Path("turin.key")).exists())
+    until(lambda: members[0].revoked is not None and list_beside(Path("turin.key")).exists())
     with pytest.raises(
         Revoked, match=r"islands\.token_file: .* refuses: the key of oslo was revoked\. This island ends"
     ):
@@ -296,7 +298,7 @@ def test_a_revocation_reaches_coordinators_and_islands_and_outlives_them(token, 
     second = Lighthouse("127.0.0.1:0", read_credentials(other, "k", "any"))
     turin_again = read_credentials(Path("turin.key"), "k", "turin")
     with closing(CoordinatorClient(second.address, "turin", turin_again, TIMING)):
-        wait_until(list_beside(other).exists)
+        until(list_beside(other).exists)
     with pytest.raises(Revoked, match="the key of oslo was revoked"):
         headers_of_fleet([second.address], oslo)
     assert "follows the 1 revocations of oslo in islands.token" in commanded(capsys, "key", "oslo", "--out", "new.key")
@@ -368,6 +370,8 @@ def test_a_key_and_a_list_of_an_earlier_version_hold_and_a_new_revocation_ends_t
 
 
 def test_a_list_counts_signed_entries_alone_and_never_goes_back(token, tmp_path):
+    strange = signed_by(x509.load_der_x509_certificate(tls_contexts(token).authority), signing_key(token), "")
+    assert tls.is_revoked(token, certificates_of(strange)[0]), "the authority has signed it, but not Gregale written"
     known = tls_contexts(token).revoked
     second, first = ([count, signed_revocation(token, "oslo", count)] for count in (2, 1))
     for entries in ({"oslo": [9, second[1]]}, {"rome": first}, {"oslo": [1, "zz"]}, {"oslo": 1}, [1], "x", None):
@@ -427,24 +431,6 @@ def test_a_list_that_could_not_be_read_is_read_again(token, tmp_path):
     assert (known.reload(), known.of("oslo")) == ("", {"": 1})
 
 
-@pytest.mark.parametrize("port", PORTS)
-def test_a_clock_of_1970_accepts_no_key_and_says_so(listen, token, port, tmp_path, monkeypatch):
-    oslo, message = key_file(token, "oslo", {}, 9.0), {**BEAT, "name": "oslo"}
-    address = listen(port)
-
-    class Clock(datetime):
-        @classmethod
-        def now(cls, tz=None):
-            return datetime(1970, 1, 1, tzinfo=tz)
-
-    monkeypatch.setattr(tls, "datetime", Clock)
-    with pytest.raises(RequestRejected, match="clock of the host that checks the key of oslo is at 1970-01-01, before"):
-        call(address, oslo, message, 5.0)
-    call(address, token, message, 5.0)  # the fleet's token has no times
-    with pytest.raises(UserError, match=r"k: .*oslo.key cannot be used: the clock .* 1970-01-01.*\. Set the clock\."):
-        read_credentials(written(oslo, tmp_path / "oslo.key"), "k", "oslo")
-
-
 def test_what_the_commands_refuse(token, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     written(token, tmp_path / "islands.token")
@@ -453,19 +439,17 @@ def test_what_the_commands_refuse(token, tmp_path, monkeypatch, capsys):
     assert "oslo.key exists, and a key is not overwritten" in commanded(capsys, "key", "oslo")
     for command in ("key", "revoke"):
         assert "name is 'a b'" in commanded(capsys, command, "a b")
-    assert "oslo.key cannot be used: the key of oslo expired" in commanded(
-        capsys, "key", "x", "--token_file", "oslo.key"
-    )
     commanded(capsys, "key", "rome")
-    assert "has the key of rome, not of the fleet, which signs. Give the fleet's token." in commanded(
-        capsys, "revoke", "x", "--token_file", "rome.key"
-    )
     assert main(["lighthouse", "--token_file", "rome.key"]) == 2
     assert "token_file: rome.key cannot be used: it has the key of rome, not of lighthouse" in capsys.readouterr().err
-    Path("rome.key").write_bytes(Path("rome.key").read_bytes()[:-300])
-    assert "rome.key begins as a key of a member, but is damaged" in commanded(
-        capsys, "key", "x", "--token_file", "rome.key"
-    )
+    Path("damaged.key").write_bytes(Path("rome.key").read_bytes()[:-300])
+    Path("damaged.key").chmod(0o600)
+    for command, file, refused in (
+        ("key", "oslo", "oslo.key cannot be used: the key of oslo expired"),
+        ("revoke", "rome", "has the key of rome, not of the fleet, which signs. Give the fleet's token."),
+        ("key", "damaged", "damaged.key begins as a key of a member, but is damaged"),
+    ):
+        assert refused in commanded(capsys, command, "x", "--token_file", f"{file}.key")
 
 
 def test_a_key_that_cannot_be_written_leaves_no_file(token, tmp_path, monkeypatch, capsys):
@@ -487,7 +471,7 @@ def test_a_key_that_cannot_be_written_leaves_no_file(token, tmp_path, monkeypatc
     assert sorted(each.name for each in tmp_path.iterdir()) == ["islands.token", "oslo.key"]
 
 
-def test_an_island_has_a_name_of_its_own(token, tmp_path, monkeypatch, capsys):
+def test_an_island_has_a_name_of_its_own_and_its_hosts_need_that_of_its_key(token, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     written(token, tmp_path / "islands.token")
     commanded(capsys, "key", NAME)
@@ -499,18 +483,15 @@ def test_an_island_has_a_name_of_its_own(token, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(socket, "gethostname", lambda: NAME)
     with pytest.raises(UserError, match=re.escape(coordinators)):
         checked_token(settings)
-
-
-def test_hosts_of_an_island_with_a_key_need_its_name(token, tmp_path, monkeypatch):
-    path = written(key_file(token, "oslo", {}, 9.0), tmp_path / "oslo.key")
-    settings = IslandsConfig(lighthouse="127.0.0.1:1", token_file=str(path))
+    commanded(capsys, "key", "oslo")
+    settings = replace(settings, token_file="oslo.key")
     monkeypatch.setattr(socket, "gethostname", lambda: "oslo-1")
-    with pytest.raises(
-        UserError, match=r"of oslo, not of oslo-1\. That is the host's name: set islands\.name to the name"
+    for name, reason in (
+        (None, r"oslo-1\. That is the host's name: set islands\.name to the name"),
+        ("rome", r"rome\. `gregale islands key NAME` makes a key"),
     ):
-        checked_token(settings)
-    with pytest.raises(UserError, match=r"of oslo, not of rome\. `gregale islands key NAME` makes a key"):
-        checked_token(replace(settings, name="rome"))
+        with pytest.raises(UserError, match=rf"of oslo, not of {reason}"):
+            checked_token(replace(settings, name=name))
     assert checked_token(replace(settings, name="oslo")).startswith(b"-----BEGIN ")
 
 

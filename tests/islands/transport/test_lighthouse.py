@@ -26,7 +26,8 @@ from gregale.islands.transport.coordinator import (
     headers_of_fleet,
 )
 from gregale.islands.transport.lighthouse import NAME, Lighthouse, read_records, records_beside
-from tests.islands.transport.conftest import TOKEN, WAIT_SECONDS, wait_until
+from tests.islands.transport.conftest import TOKEN, WAIT_SECONDS
+from tests.waiting import until
 
 TIMING = replace(LAN, heartbeat_seconds=1.0, join_seconds=0.3, retry_seconds=0.1, hold_seconds=0.1)
 
@@ -50,7 +51,7 @@ class Fleet:
 
     def wait_for(self, *texts: str) -> None:
         """Return when the lighthouse has printed all texts."""
-        wait_until(lambda: all(any(text in line for line in self.said) for text in texts), lambda: self.said)
+        until(lambda: all(any(text in line for line in self.said) for text in texts), lambda: self.said)
 
     def ask(self, name: str, x: int = 0, needed: int = 1) -> Future[tuple[int, Columns, int]]:
         return self.threads.submit(self.members[name].ask, {"x": x}, needed)
@@ -84,7 +85,7 @@ def headers_in(view: tuple[int, Columns, int]) -> list[dict]:
 def test_all_members_get_the_same_view_with_everybodys_header(fleet):
     fleet.join("a", "b", "c")
     dropped = fleet.ask("a", 0, needed=4)
-    wait_until(lambda: "1 of at least 4 islands are here (a)" in fleet.members["a"].last_heartbeat.held)
+    until(lambda: "1 of at least 4 islands are here (a)" in fleet.members["a"].last_heartbeat.held)
     newer = fleet.ask("a", 0, needed=3)
     with pytest.raises(RequestDropped, match="has dropped the request"):
         dropped.result()
@@ -110,10 +111,10 @@ def test_an_island_passes_a_record_on_to_the_coordinators_that_lack_it(fleet, tm
         with closing(CoordinatorClient(addresses[1], "a", TOKEN, TIMING)) as a:  # it reaches this one alone, and ends
             a.ask(header, 1)
             a.saved = record
-            wait_until(paths[1].exists)
+            until(paths[1].exists)
         late = stack.enter_context(closing(CoordinatorClient(addresses, "late", TOKEN, TIMING)))
         ThreadPoolExecutor(1).submit(late.ask, {**header, "round": -1, "digest": "seed"}, 1)
-        wait_until(lambda: all(list(read_records(path).values()) == [record] for path in paths))
+        until(lambda: all(list(read_records(path).values()) == [record] for path in paths))
         assert late.saved is None
 
 
@@ -124,7 +125,7 @@ def test_a_last_state_is_recorded_once_and_outlives_the_coordinator(tmp_path):
     with closing(CoordinatorClient(first.address, "a", TOKEN, TIMING)) as a:
         a.ask(header, 1)
         a.saved = 7, "last"
-        wait_until(lambda: a.last_heartbeat.recorded == "last")
+        until(lambda: a.last_heartbeat.recorded == "last")
         first.close()
     (record,) = read_records(path).values()
     assert record == (7, "last")
@@ -132,7 +133,7 @@ def test_a_last_state_is_recorded_once_and_outlives_the_coordinator(tmp_path):
     with closing(second), closing(CoordinatorClient(second.address, "b", TOKEN, TIMING)) as b:
         late = ThreadPoolExecutor(1).submit(b.ask, {**header, "round": -1, "digest": "seed"}, 1)
         b.saved = 7, "other"
-        wait_until(lambda: "the run is complete with 7 rounds" in b.last_heartbeat.held)
+        until(lambda: "the run is complete with 7 rounds" in b.last_heartbeat.held)
         assert not late.done()
         assert b.last_heartbeat.recorded in ("", "last")
         assert read_records(path) == {next(iter(read_records(path))): (7, "last")}
@@ -156,27 +157,27 @@ def test_a_restarted_coordinator_begins_with_a_new_id(fleet):
     assert abs(fleet.ask_all("ab", 5)[0][0] - former) > 1
 
 
-def test_a_second_island_of_a_name_is_refused_in_one_line_and_the_first_continues(fleet):
+def test_who_may_not_join_is_refused_in_one_line_and_the_first_continues(fleet, monkeypatch):
+    """One has its name, one another token, and one other messages."""
     fleet.join("a")
-    twin = fleet.member("a")
+    twin, stranger = fleet.member("a"), fleet.member("b", b"another token here")
     with pytest.raises(NameTaken, match=r"islands\.name: .*another process has the name 'a' .*works later") as refused:
         twin.ask({"x": 9}, 1)
     assert refused.value.exit_code == os.EX_TEMPFAIL, "a scheduler may start it again"
     twin.close()
     assert seen(fleet.ask("a", 1).result()) == [("a", 1)]
     assert fleet.said.count("A second island with the name a was refused.") == 1
-
-
-def test_another_token_ends_only_the_island_that_has_it(fleet):
-    fleet.join("a")
-    stranger = fleet.member("b", b"another token here")
     with pytest.raises(NotAdmitted, match=r"islands\.lighthouse: .* another token.* islands\.token_file"):
         stranger.ask({"x": 9}, 1)
     stranger.close()
-    assert seen(fleet.ask("a", 1).result()) == [("a", 1)]
+    assert seen(fleet.ask("a", 2).result()) == [("a", 2)]
     refusal = "127.0.0.1 was refused: it has another token, or does not speak TLS"
     fleet.wait_for(refusal)
-    assert all(refusal in line for line in fleet.said if "refused" in line)  # its heartbeats are refused too
+    assert all(refusal in line for line in fleet.said if "refused" in line and "second" not in line)
+    monkeypatch.setattr("gregale.islands.transport.coordinator.FORMAT", 1)
+    other = r"islands\.lighthouse: the lighthouse at .* another version of Gregale, with other"
+    with closing(fleet.member("b")) as older, pytest.raises(NotAdmitted, match=other):
+        older.ask({"x": 9}, 1)
 
 
 def test_an_island_asks_what_a_fleet_agrees_on_before_it_joins(fleet):
@@ -187,7 +188,7 @@ def test_an_island_asks_what_a_fleet_agrees_on_before_it_joins(fleet):
     fleet.ask("a", 7).result()
     assert headers_of_fleet(address, TOKEN) == {}, "it has no round yet"
     fleet.members["a"].report(0, None)
-    wait_until(lambda: headers_of_fleet(address, TOKEN))
+    until(lambda: headers_of_fleet(address, TOKEN))
     assert seen((0, headers_of_fleet(address, TOKEN))) == [("a", 7)]
     with pytest.raises(NotAdmitted, match=r"islands\.lighthouse: .* another token.* islands\.token_file"):
         headers_of_fleet(address, b"another token here")
@@ -221,17 +222,6 @@ def test_reports_of_islands_are_printed_when_rounds_stop(fleet, monkeypatch):
     fleet.wait_for("s: b is waited for; alive, but not asking for a round: a.")
     fleet.members["a"].report(5, None)
     fleet.wait_for("Rounds go on: round 5")
-
-
-def test_an_island_with_other_messages_ends_in_one_line(fleet, monkeypatch):
-    fleet.join("a")
-    monkeypatch.setattr("gregale.islands.transport.coordinator.FORMAT", 1)
-    older = fleet.member("b")
-    with pytest.raises(
-        NotAdmitted, match=r"islands\.lighthouse: the lighthouse at .* another version of Gregale, with other"
-    ):
-        older.ask({"x": 9}, 1)
-    older.close()
 
 
 def asked_by_hand(fleet: Fleet, session: str, header: dict, hold_seconds: float = 0.0) -> dict:

@@ -39,7 +39,7 @@ def sites(make_server):
 
 
 def test_requests_reach_hosts_that_only_connect_outwards(sites):
-    _, hosts = sites
+    relay, hosts = sites
     for host in hosts:
         host.status = lambda host=host: {"recipient": host.recipient}
     for asking in hosts:
@@ -49,6 +49,9 @@ def test_requests_reach_hosts_that_only_connect_outwards(sites):
                     found = ask_status(asked.address, TOKEN, SECONDS, asking.paths.dial)
                     assert found == {"recipient": asked.recipient}
     assert dead_peers([Peer("a", "1", (hosts[1].address,))]) == frozenset()
+    with closing(hosts[1].paths.dial(hosts[2].recipient, SECONDS)):
+        deadlines = [deadline for _, deadline in relay._http._identified.values()]
+    assert deadlines.count(math.inf) == 2, "a relay has no deadline on either side"
 
 
 def test_a_group_exchanges_messages_and_ends_together(sites):
@@ -69,13 +72,6 @@ def test_a_group_exchanges_messages_and_ends_together(sites):
     with pytest.raises(GroupFailed):
         waiting.wait(SECONDS)
     groups[1].drop()
-
-
-def test_a_relay_has_no_deadline_on_either_side(sites):
-    relay, hosts = sites
-    with closing(hosts[1].paths.dial(hosts[2].recipient, SECONDS)):
-        deadlines = [deadline for _, deadline in relay._http._identified.values()]
-    assert deadlines.count(math.inf) == 2
 
 
 def test_a_relay_ends_when_a_side_takes_nothing_more(sites, monkeypatch):

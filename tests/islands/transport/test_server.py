@@ -29,17 +29,6 @@ def not_taken(message: dict) -> dict:
     return pytest.fail("it was taken")
 
 
-def in_tls(address: str, content: bytes) -> bytes:
-    """Return all that a server answers to these bytes of a member of its fleet."""
-    host, _, port = address.partition("/")[0].partition(":")
-    with (
-        socket.create_connection((host, int(port)), 20.0) as plain,
-        tls_contexts(TOKEN).client.wrap_socket(plain) as tls,
-    ):
-        tls.sendall(content)
-        return b"".join(iter(lambda: tls.recv(1 << 16), b""))
-
-
 def connected(server: Server, *source: tuple[str, int]) -> socket.socket:
     return socket.create_connection((server.host, server.port), 5.0, *source)
 
@@ -120,7 +109,9 @@ def test_a_body_that_is_too_large_or_no_object_is_refused(make_server):
     server = make_server(on_message=not_taken)
     head = f"POST /message HTTP/1.1\r\nX-Recipient: {server.recipient}\r\nContent-Length: "
     for length in ("1000000000000", "-1", "1e3"):
-        assert b"at most 1048576" in in_tls(server.address, f"{head}{length}\r\n\r\n".encode())
+        with tls_contexts(TOKEN).client.wrap_socket(connected(server)) as tls:
+            tls.sendall(f"{head}{length}\r\n\r\n".encode())
+            assert b"at most 1048576" in received(tls)
     client = PeerClient(server.address, TOKEN, 20.0)
     with closing(client), pytest.raises(RequestRejected, match="a message is a JSON object"):
         client.request("POST", "/message", b"[1]")

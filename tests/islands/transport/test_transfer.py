@@ -16,16 +16,6 @@ from gregale.distributed.agreement import canonical
 from gregale.islands.transport import client, transfer
 from gregale.islands.transport.client import RequestRejected
 from gregale.islands.transport.server import Handler, Server
-from gregale.islands.transport.transfer import (
-    Assembly,
-    Fetched,
-    Fetcher,
-    Snapshot,
-    TransferFailed,
-    VersionedArray,
-    largest_manifest_bytes,
-    read_manifest,
-)
 from tests.islands.transport.conftest import TOKEN
 from tests.recorder import Recorder
 
@@ -36,20 +26,19 @@ SIZE = 10 * CHUNK_BYTES // 4 + 77
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """Use chunks of 64 kB, and short timeouts."""
-    for module in (transfer, transfer):
-        monkeypatch.setattr(module, "CHUNK_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr(transfer, "CHUNK_BYTES", CHUNK_BYTES)
     monkeypatch.setattr(transfer, "STALL_SECONDS", 0.4)
     monkeypatch.setattr(transfer, "SLOW_SECONDS", 0.2)
 
 
-def leaves(seed: int = 0, version: int = 4) -> dict[str, VersionedArray]:
+def leaves(seed: int = 0, version: int = 4) -> dict[str, transfer.VersionedArray]:
     random = np.random.default_rng(seed)
     return {
-        "large|0": VersionedArray(random.standard_normal(SIZE).astype(np.float32), version),
-        "matrix|0": VersionedArray(random.integers(0, 9, (3, 5)).astype(np.int32), version),
-        "half|0": VersionedArray(random.standard_normal((2, 7)).astype(ml_dtypes.bfloat16), version),
-        "count|0": VersionedArray(np.asarray(seed, np.int64), version),
-        "empty|0": VersionedArray(np.zeros((0, 3), np.float32), version),
+        "large|0": transfer.VersionedArray(random.standard_normal(SIZE).astype(np.float32), version),
+        "matrix|0": transfer.VersionedArray(random.integers(0, 9, (3, 5)).astype(np.int32), version),
+        "half|0": transfer.VersionedArray(random.standard_normal((2, 7)).astype(ml_dtypes.bfloat16), version),
+        "count|0": transfer.VersionedArray(np.asarray(seed, np.int64), version),
+        "empty|0": transfer.VersionedArray(np.zeros((0, 3), np.float32), version),
     }
 
 
@@ -58,12 +47,12 @@ TOTAL = sum(leaf.array.nbytes for leaf in STATE.values())
 EXPECTED = {name: (leaf.array.shape, leaf.array.dtype) for name, leaf in STATE.items()}
 
 
-def fetch(sources, token, expected, timeout_seconds, held=None) -> Fetched:
-    with closing(Fetcher(token, expected, held)) as fetcher:
+def fetch(sources, token, expected, timeout_seconds, held=None) -> transfer.Fetched:
+    with closing(transfer.Fetcher(token, expected, held)) as fetcher:
         return fetcher.fetch(sources, timeout_seconds)
 
 
-def assert_is(fetched: Fetched, expected: dict[str, VersionedArray]) -> None:
+def assert_is(fetched: transfer.Fetched, expected: dict[str, transfer.VersionedArray]) -> None:
     assert set(fetched.arrays) == set(expected)
     for name, leaf in expected.items():
         np.testing.assert_array_equal(fetched.arrays[name], leaf.array)
@@ -72,8 +61,8 @@ def assert_is(fetched: Fetched, expected: dict[str, VersionedArray]) -> None:
 
 
 @pytest.fixture
-def fetcher() -> Iterator[Fetcher]:
-    with closing(Fetcher(TOKEN, EXPECTED)) as made:
+def fetcher() -> Iterator[transfer.Fetcher]:
+    with closing(transfer.Fetcher(TOKEN, EXPECTED)) as made:
         yield made
 
 
@@ -81,7 +70,7 @@ def fetcher() -> Iterator[Fetcher]:
 def sources(make_server) -> list[Server]:
     servers = [make_server() for _ in range(3)]
     for server in servers:
-        server.outer.publish(Snapshot(1, 4, STATE, {"position": 17}))
+        server.outer.publish(transfer.Snapshot(1, 4, STATE, {"position": 17}))
     return servers
 
 
@@ -108,14 +97,6 @@ def spoilt(monkeypatch) -> Callable[..., str]:
     return install
 
 
-def corrupt(content: bytes, number: int) -> bytes:
-    return bytes(byte ^ 1 for byte in content[:100]) + content[100:]
-
-
-def cut_short(content: bytes, number: int) -> None:
-    return None
-
-
 def slow(seconds: float) -> Callable[[bytes, int], bytes]:
     def wait(content: bytes, number: int) -> bytes:
         time.sleep(seconds)
@@ -129,14 +110,14 @@ def after_chunks(monkeypatch) -> Callable[[Callable[[int], None]], None]:
     """`after_chunks(action)`: calls `action` with the number of received bytes after each chunk."""
 
     def install(action: Callable[[int], None]) -> None:
-        put = Assembly.put
+        put = transfer.Assembly.put
 
-        def put_and_act(assembly: Assembly, *arguments) -> bool:
+        def put_and_act(assembly: transfer.Assembly, *arguments) -> bool:
             result = put(assembly, *arguments)
             action(assembly.received_bytes)
             return result
 
-        monkeypatch.setattr(Assembly, "put", put_and_act)
+        monkeypatch.setattr(transfer.Assembly, "put", put_and_act)
 
     return install
 
@@ -147,13 +128,15 @@ def test_fetching_from_one_and_from_several_sources(sources):
         assert_is(fetched, STATE)
         assert fetched.received_bytes == TOTAL
         assert (fetched.offer.generation, fetched.offer.round, fetched.offer.facts) == (1, 4, {"position": 17})
+    wrong = f"{sources[0].address.partition('/')[0]}/m:another"  # that of another one
+    assert_is(fetch([wrong, sources[0].address], TOKEN, EXPECTED, 10.0), STATE)
 
 
 def test_many_small_arrays_take_few_requests(make_server, monkeypatch):
     """Each request costs a round trip: seconds between sites, if there were one for each array."""
     server = make_server()
-    many = {f"array{number}|0": VersionedArray(np.full(5, number, np.float32), 1) for number in range(200)}
-    server.outer.publish(Snapshot(1, 4, many))
+    many = {f"array{number}|0": transfer.VersionedArray(np.full(5, number, np.float32), 1) for number in range(200)}
+    server.outer.publish(transfer.Snapshot(1, 4, many))
     requests, open_chunks = [], client.PeerClient.open_chunks
     monkeypatch.setattr(client.PeerClient, "open_chunks", lambda *all: requests.append(all) or open_chunks(*all))
     expected = {name: (leaf.array.shape, leaf.array.dtype) for name, leaf in many.items()}
@@ -164,8 +147,11 @@ def test_many_small_arrays_take_few_requests(make_server, monkeypatch):
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
-        (corrupt, "do not have the hash that it gave"),
-        (cut_short, r"cannot be reached: .*(ended in the middle|without response|IncompleteRead|reset|idle)"),
+        (
+            lambda content, _: bytes(byte ^ 1 for byte in content[:100]) + content[100:],
+            "do not have the hash that it gave",
+        ),
+        (lambda *_: None, r"cannot be reached: .*(ended in the middle|without response|IncompleteRead|reset|idle)"),
         (slow(1.0), "cannot be reached: timed out"),
     ],
 )
@@ -173,7 +159,7 @@ def test_a_bad_source_is_named_and_replaced(sources, fetcher, spoilt, how, reaso
     bad = spoilt(sources[0], how)
     fetched = fetch([bad, sources[1].address], TOKEN, EXPECTED, 10.0)
     assert_is(fetched, STATE)
-    with pytest.raises(TransferFailed, match=reason) as failed:
+    with pytest.raises(transfer.TransferFailed, match=reason) as failed:
         fetcher.fetch([bad], 10.0)
     assert "\n" not in str(failed.value)
     assert_is(fetcher.fetch([sources[1].address], 10.0), STATE)
@@ -186,7 +172,7 @@ def test_chunks_fetched_before_a_failure_are_kept(sources, fetcher, spoilt, afte
     def four_chunks(content: bytes, number: int) -> bytes | None:
         return content if number < 5 else arrived.wait(10.0) and None
 
-    with pytest.raises(TransferFailed):
+    with pytest.raises(transfer.TransferFailed):
         fetcher.fetch([spoilt(sources[0], four_chunks)], 10.0)
     fetched = fetcher.fetch([sources[1].address], 10.0)
     assert_is(fetched, STATE)
@@ -206,26 +192,23 @@ def test_a_source_that_dies_in_the_middle(sources, after_chunks):
     assert_is(fetch([server.address for server in sources], TOKEN, EXPECTED, 10.0), STATE)
 
 
-def test_no_sources_and_no_state(make_server):
-    with pytest.raises(TransferFailed, match=r"there is no source"):
+def test_no_sources_and_no_state_and_no_time(make_server, sources, spoilt):
+    with pytest.raises(transfer.TransferFailed, match=r"there is no source"):
         fetch([], TOKEN, EXPECTED, 1.0)
-    with pytest.raises(TransferFailed, match=r"refuses: there is no state here yet"):
+    with pytest.raises(transfer.TransferFailed, match=r"refuses: there is no state here yet"):
         fetch([make_server().address], TOKEN, EXPECTED, 1.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        with pytest.raises(TransferFailed, match=rf"{address} cannot be reached: timed out"):
+        with pytest.raises(transfer.TransferFailed, match=rf"{address} cannot be reached: timed out"):
             fetch([address], TOKEN, EXPECTED, 5.0)
-
-
-def test_the_timeout_is_kept(sources, spoilt):
-    with pytest.raises(TransferFailed, match=r"not done after 0.5 s"):
+    with pytest.raises(transfer.TransferFailed, match=r"not done after 0.5 s"):
         fetch([spoilt(sources[0], slow(0.3))], TOKEN, EXPECTED, 0.5)
 
 
 def test_a_fetch_waits_for_the_end_of_a_round(make_server, fetcher):
     """An island that joins between two rounds takes part in the next one, however long the fetch took."""
     server = make_server()
-    server.outer.publish(Snapshot(1, 4, STATE))
+    server.outer.publish(transfer.Snapshot(1, 4, STATE))
     server.outer.expect(60.0)
     before = fetcher.fetch([server.address], 10.0)
     assert (before.offer.round, before.settled) == (4, False)
@@ -236,7 +219,7 @@ def test_a_fetch_waits_for_the_end_of_a_round(make_server, fetcher):
     )
     joins.start()
     after = STATE | {"half|0": leaves(seed=1)["half|0"]}
-    server.outer.publish(Snapshot(1, 5, after))
+    server.outer.publish(transfer.Snapshot(1, 5, after))
     joins.join()
     assert (found[0].offer.round, found[0].settled) == (5, True)
     assert_is(found[0], after)
@@ -265,7 +248,7 @@ def test_a_round_committed_during_a_fetch(sources, monkeypatch, after_chunks):
 
     def commit(received: int) -> None:
         if received > TOTAL // 3 and server.outer._snapshot.round == 4:
-            server.outer.publish(Snapshot(1, 5, after))
+            server.outer.publish(transfer.Snapshot(1, 5, after))
 
     after_chunks(commit)
     fetched = fetch([server.address], TOKEN, EXPECTED, 10.0)
@@ -274,44 +257,33 @@ def test_a_round_committed_during_a_fetch(sources, monkeypatch, after_chunks):
 
 
 def test_the_newest_state_wins_and_then_the_majority(sources):
-    sources[0].outer.publish(Snapshot(1, 5, leaves(seed=1)))
+    sources[0].outer.publish(transfer.Snapshot(1, 5, leaves(seed=1)))
     assert fetch([server.address for server in sources], TOKEN, EXPECTED, 10.0).offer.round == 5
-    sources[1].outer.publish(Snapshot(1, 5, leaves(seed=2)))
-    sources[2].outer.publish(Snapshot(1, 5, leaves(seed=2)))
+    sources[1].outer.publish(transfer.Snapshot(1, 5, leaves(seed=2)))
+    sources[2].outer.publish(transfer.Snapshot(1, 5, leaves(seed=2)))
     assert_is(fetch([server.address for server in sources], TOKEN, EXPECTED, 10.0), leaves(seed=2))
 
 
-@pytest.fixture
-def no_allocation(monkeypatch) -> Callable[[], None]:
-    """Fails the test where arrays of a state are allocated, until it is called."""
-    monkeypatch.setattr(transfer, "Assembly", lambda *_: pytest.fail("something was allocated"))
-    return lambda: monkeypatch.setattr(transfer, "Assembly", Assembly)
-
-
-def test_a_manifest_that_asks_for_a_terabyte_is_refused_before_anything_is_allocated(sources, no_allocation):
+def test_a_manifest_of_a_terabyte_and_a_reply_that_never_ends_are_refused_before_anything_is_allocated(
+    sources, make_server, monkeypatch
+):
     offered = copy.deepcopy(sources[0].outer.manifest())
-    liar = sources[1]
+    assert len(canonical(offered)) < transfer.largest_manifest_bytes(EXPECTED) - 2**20, "a manifest fits"
+    liar, endless = sources[1], make_server()
     offered["leaves"]["large|0"]["shape"] = [250_000_000_000]
     liar.outer.manifest = lambda wait_seconds: offered
-    with pytest.raises(TransferFailed, match=r"offers large\|0 as float32\[250000000000\].*; here it is float32"):
-        fetch([liar.address], TOKEN, EXPECTED, 10.0)
-    no_allocation()
-    fetched = fetch([liar.address, sources[0].address], TOKEN, EXPECTED, 10.0)
-    assert_is(fetched, STATE)
-
-
-def test_a_source_at_the_address_of_another_does_not_take_its_place(sources):
-    other = f"{sources[0].address.partition('/')[0]}/m:another"
-    assert_is(fetch([other, sources[0].address], TOKEN, EXPECTED, 10.0), STATE)
-
-
-@pytest.mark.usefixtures("no_allocation")
-def test_a_reply_that_never_ends_is_not_read(make_server, monkeypatch):
-    monkeypatch.setattr(transfer, "STALL_SECONDS", 20.0)  # a busy machine takes long to make such a reply
-    endless = make_server()
-    endless.outer.manifest = lambda wait_seconds: {"leaves": "[" * largest_manifest_bytes(EXPECTED)}
-    with pytest.raises(TransferFailed, match=r"offers \d+ bytes for /manifest; at most \d+ are expected"):
-        fetch([endless.address], TOKEN, EXPECTED, 10.0)
+    endless.outer.manifest = lambda wait_seconds: {"leaves": "[" * transfer.largest_manifest_bytes(EXPECTED)}
+    terabyte = r"offers large\|0 as float32\[250000000000\].*; here it is float32"
+    with monkeypatch.context() as patch:
+        patch.setattr(transfer, "Assembly", lambda *_: pytest.fail("something was allocated"))
+        patch.setattr(transfer, "STALL_SECONDS", 20.0)  # a busy machine takes long to make such a reply
+        for source, refused in (
+            (liar, terabyte),
+            (endless, r"offers \d+ bytes for /manifest; at most \d+ are expected"),
+        ):
+            with pytest.raises(transfer.TransferFailed, match=refused):
+                fetch([source.address], TOKEN, EXPECTED, 10.0)
+    assert_is(fetch([liar.address, sources[0].address], TOKEN, EXPECTED, 10.0), STATE)
 
 
 def test_nobody_on_the_way_sees_the_state(sources):
@@ -321,10 +293,6 @@ def test_nobody_on_the_way_sees_the_state(sources):
     assert len(seen) > TOTAL
     assert STATE["large|0"].array[5:9].tobytes() not in seen
     assert b"large|0" not in seen
-
-
-def test_a_manifest_fits_into_the_expected_size(sources):
-    assert len(canonical(sources[0].outer.manifest())) < largest_manifest_bytes(EXPECTED) - 2**20
 
 
 @pytest.mark.parametrize(
@@ -345,7 +313,7 @@ def test_a_manifest_fits_into_the_expected_size(sources):
 def test_manifests_that_are_not_as_expected(sources, change, reason):
     with closing(client.PeerClient(sources[0].address, TOKEN, 5.0)) as peer:
         offered = peer.request("GET", "/manifest")
-    assert read_manifest("it", offered, EXPECTED).round == 4
+    assert transfer.read_manifest("it", offered, EXPECTED).round == 4
     change(offered)
     with pytest.raises(RequestRejected, match=reason):
-        read_manifest("it", offered, EXPECTED)
+        transfer.read_manifest("it", offered, EXPECTED)
