@@ -11,6 +11,7 @@ import pytest
 
 from gregale.data.build import NamedSource, TokenCache, build_store
 from gregale.data.examples import DocumentStream
+from gregale.data.sources import Skipped, SourceRange
 from gregale.data.store import (
     CHUNK_BYTES,
     LENGTH,
@@ -66,6 +67,18 @@ def build(source, cache: Path, report=silent, workers: int = 1, disk: ChunkCache
     """Build the store of a source in bytes."""
     disk = disk or ChunkCache(cache / "pieces", 10**9)
     return build_store(NamedSource("x", source), BytesTokenizer(), TokenCache(cache, disk), workers, report)
+
+
+def read(source, parts: Sequence[SourceRange] | None = None) -> tuple[list, Skipped]:
+    """The contents of the documents in parts of a source, in all without any given; and what was skipped."""
+    skipped = Skipped()
+    return [one.content for part in parts or source.parts() for one in source.read(part, skipped)], skipped
+
+
+def cut(path: Path, size: int, cuts: Sequence[int]) -> list[SourceRange]:
+    """The parts of a file of `size` between those of the cuts that lie within it."""
+    edges = [0, *sorted({cut for cut in cuts if cut < size}), size]
+    return [SourceRange(str(path), a, b, b - a) for a, b in pairwise(edges)]
 
 
 def stream_of(store) -> DocumentStream:
