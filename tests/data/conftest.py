@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from gregale.data.build import NamedSource, TokenCache, build_store
-from gregale.data.examples import DocumentStream
+from gregale.data.examples import DocumentStream, Windows
 from gregale.data.sources import Skipped, SourceRange
 from gregale.data.store import (
     CHUNK_BYTES,
@@ -84,6 +84,12 @@ def cut(path: Path, size: int, cuts: Sequence[int]) -> list[SourceRange]:
 def stream_of(store) -> DocumentStream:
     """Return a stream of all documents of a store."""
     return DocumentStream(store, np.ones(len(store.offsets) - 1, bool))
+
+
+def numbered(count: int, first: int, length: int = 4) -> Windows:
+    """`count` windows of one document, window w beginning with token first + w."""
+    tokens = [first + place // length for place in range(count * length)]
+    return Windows(stream_of(in_memory([[*tokens, END]])), length, cross_documents=False)
 
 
 @pytest.fixture

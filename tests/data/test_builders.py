@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from gregale.data import build as building
-from gregale.data import build as claims
 from gregale.data import store as parts
 from gregale.data.build import Build, NamedSource, identity_of, store_key
 from gregale.data.sources import TextSource
@@ -50,8 +49,8 @@ def source(tmp_path, monkeypatch):
     monkeypatch.setattr(TextSource, "scan", watched)
     monkeypatch.setattr(parts, "TASK_BYTES", 1)
     monkeypatch.setattr(building.random, "SystemRandom", InOrder)
-    monkeypatch.setattr(claims, "LOST_SECONDS", 0.2)
-    monkeypatch.setattr(claims, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(building, "LOST_SECONDS", 0.2)
+    monkeypatch.setattr(building, "POLL_SECONDS", 0.01)
     READ.clear()
     FAILING.clear()
     (tmp_path / "text").mkdir()
