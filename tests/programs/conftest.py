@@ -23,7 +23,7 @@ from gregale.programs.runtime.evaluation import EvaluationText, Evaluator
 from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import TrainConfig
 from gregale.training.state import Stepper, TrainState
-from tests.programs.tiny import EVALUATE, write_inputs
+from tests.programs.tiny import EVALUATE, trained, write_inputs
 
 # What the program of a step follows from.
 OF_A_STEP = ["seed", "steps", "model", "mesh", "batch", "optimizer", "sync", "reduce", "compute", "pipeline"]
@@ -131,6 +131,22 @@ def refused(gregale, capsys) -> Callable[..., str]:
 
 
 @pytest.fixture
+def refusal(gregale, capsys) -> Callable[..., str]:
+    """The one line on standard error of a command that is refused."""
+
+    def line(*arguments, code: int = 2) -> str:
+        capsys.readouterr()
+        assert gregale(*arguments) == code
+        out, err = capsys.readouterr()
+        assert err.startswith("gregale: error: ")
+        assert err.count("\n") == 1, err
+        assert "Done." not in out
+        return err
+
+    return line
+
+
+@pytest.fixture
 def evaluated(gregale, capsys) -> Callable[..., dict[str, float]]:
     """The figures of `gregale eval`; standard output is nothing else."""
 
@@ -146,10 +162,14 @@ def evaluated(gregale, capsys) -> Callable[..., dict[str, float]]:
 def whole_anywhere(tmp_path_factory) -> Path:
     """The folder in which the undisturbed run was trained."""
     folder = write_inputs(tmp_path_factory.mktemp("whole"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        assert main(["train", "tiny.yaml", "--name", "whole", *EVALUATE]) == 0
+    trained(folder, "tiny.yaml", "whole", *EVALUATE)
     return folder
+
+
+@pytest.fixture
+def copied(whole, tmp_path) -> Path:
+    """The run directory of a copy of that run."""
+    return shutil.copytree(whole, tmp_path / "runs" / "whole")
 
 
 @pytest.fixture(scope="module")

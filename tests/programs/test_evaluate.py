@@ -87,11 +87,6 @@ def test_other_files(inputs, final, evaluated):
     assert noise["bits_per_byte"] > figures["bits_per_byte"], "it was trained on words"
 
 
-def test_mistakes(refused, whole):
-    assert "There is no checkpoint of step 5 in" in refused("eval", "whole", "--step", "5")
-    assert "none-*.txt" in refused("eval", "whole", "--data", "none-*.txt")
-
-
 def test_losses_by_length_and_by_position(gregale, whole, final, monkeypatch):
     """In sequences of 16 and 32 tokens, the longer of which is the run's own; positions by a token at a time."""
     monkeypatch.setattr(evaluation, "FIRST_POSITIONS", 4)
