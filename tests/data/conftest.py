@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gregale.data import store as storing
 from gregale.data.build import NamedSource, TokenCache, build_store
 from gregale.data.examples import DocumentStream, Windows
 from gregale.data.sources import Skipped, SourceRange
 from gregale.data.store import (
-    CHUNK_BYTES,
     LENGTH,
     ChunkCache,
     LossMask,
@@ -39,7 +39,7 @@ def store_of(folder: Path, *parts: list[list[int]]) -> TokenStore:
         tokens = np.array([token for each in documents for token in each], "<u2")
         content = tokens.tobytes() + np.array(lengths, LENGTH).tobytes()
         (folder / part_name(number)).write_bytes(content)
-        chunks = [content[at : at + CHUNK_BYTES] for at in range(0, len(content), CHUNK_BYTES)]
+        chunks = [content[at : at + storing.CHUNK_BYTES] for at in range(0, len(content), storing.CHUNK_BYTES)]
         digests = "".join(sha256(chunk).hexdigest() for chunk in chunks)
         seals.append(PartManifest(len(documents), len(tokens), 2, {}, digests))
         write_part_manifest(folder, number, seals[-1])

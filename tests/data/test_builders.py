@@ -5,6 +5,7 @@ import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,13 +21,6 @@ from tests.data.conftest import build
 from tests.disk import largest_file
 
 FILES = 12
-
-
-class InOrder:
-    """Draws the order of the files."""
-
-    def shuffle(self, tasks: list) -> None:
-        tasks.reverse()  # the last one is taken first
 
 
 BYTES = BytesTokenizer()
@@ -48,7 +42,8 @@ def source(tmp_path, monkeypatch):
 
     monkeypatch.setattr(TextSource, "scan", watched)
     monkeypatch.setattr(parts, "TASK_BYTES", 1)
-    monkeypatch.setattr(building.random, "SystemRandom", InOrder)
+    in_order = SimpleNamespace(shuffle=list.reverse)  # the last one is taken first
+    monkeypatch.setattr(building.random, "SystemRandom", lambda: in_order)
     monkeypatch.setattr(building, "LOST_SECONDS", 0.2)
     monkeypatch.setattr(building, "POLL_SECONDS", 0.01)
     READ.clear()

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
+from unittest.mock import Mock
 
 import pytest
 
@@ -36,21 +37,12 @@ with hold_run_lock(storage_path(sys.argv[1]), beat_seconds=0.2):
 """
 
 
-def without_locks(monkeypatch) -> None:
-    """The file system has no locks."""
-
-    def refuse(path) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(run_lock, "acquire", refuse)
-
-
 @pytest.fixture(params=["disk", "disk without locks", "s3"])
 def folder(request, tmp_path, monkeypatch) -> StoragePath:
     if request.param == "s3":
         return request.getfixturevalue("s3")
     if request.param == "disk without locks":
-        without_locks(monkeypatch)
+        monkeypatch.setattr(run_lock, "acquire", Mock(side_effect=OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))))
     return tmp_path / "run"
 
 
