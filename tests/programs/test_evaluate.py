@@ -76,17 +76,6 @@ def test_the_loss_is_that_of_every_held_out_token_once(gregale, whole, final):
     assert final["bits_per_byte"] != pytest.approx(loss / math.log(2) / targets, rel=1e-5), "ends are no bytes"
 
 
-def test_other_files(inputs, final, evaluated):
-    for number in (1, 2):
-        (inputs / f"other-{number}.txt").write_text("the wind the sea the gale " * 20)
-    figures = evaluated("whole", "--data", "other-*.txt")
-    assert figures["step"] == 12
-    assert figures["eval_loss"] != final["eval_loss"]
-    (inputs / "noise-1.txt").write_bytes(bytes(np.random.default_rng(0).integers(33, 126, 500, dtype=np.uint8)))
-    noise = evaluated("whole", "--data", "noise-*.txt")
-    assert noise["bits_per_byte"] > figures["bits_per_byte"], "it was trained on words"
-
-
 def test_losses_by_length_and_by_position(gregale, whole, final, monkeypatch):
     """In sequences of 16 and 32 tokens, the longer of which is the run's own; positions by a token at a time."""
     monkeypatch.setattr(evaluation, "FIRST_POSITIONS", 4)

@@ -62,12 +62,6 @@ def test_a_run_leaves_what_is_documented(whole):
         json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
 
-def test_it_learns(whole):
-    first, *_, last = losses(whole)
-    assert abs(first[1] - np.log(320)) < 0.2, "untrained, every one of the 320 tokens is about as likely"
-    assert last[1] < first[1] - 1
-
-
 def on_mesh(replica: int, data: int, model: int, context: int = 1) -> list[str]:
     sizes = ["--mesh.replica", replica, "--mesh.data", data, "--mesh.model", model, "--mesh.context", context]
     return [*map(str, sizes), "--batch.microbatches", "1"]
