@@ -18,7 +18,7 @@ from gregale.programs.runtime.evaluation import Scorer, SlidingEvaluation, halve
 from gregale.programs.runtime.trained_model import open_trained
 from tests.evaluation.tasks.test_windows import stream_of
 from tests.huggingface.hub import CONTEXT, made
-from tests.programs.tiny import WORDS, lines
+from tests.programs.tiny import WORDS, lines, trained
 
 END = BytesTokenizer.end_of_document
 LONG = "the north wind and the sea " * 9  # four windows
@@ -250,12 +250,9 @@ STEPS = ["--steps=4", "--optimizer.schedule.warmup=1", "--model.parametrisation.
 @pytest.fixture(scope="module")
 def run(inputs, tasks) -> Path:
     """A run that scores tasks beside its held-out text."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(inputs)
-        chosen = ["--evaluation.every", "2", "--evaluation.tasks", "[tasks/gap.jsonl, tasks/match.jsonl]"]
-        chosen += ["--export.every", "4", "--data.validation", "{words: {type: text, files: [text/0.txt]}}"]
-        assert main(["train", "tiny.yaml", "--name", "tasked", *STEPS, *chosen]) == 0
-    return inputs / "runs" / "tasked"
+    chosen = ["--evaluation.every", "2", "--evaluation.tasks", "[tasks/gap.jsonl, tasks/match.jsonl]"]
+    chosen += ["--export.every", "4", "--data.validation", "{words: {type: text, files: [text/0.txt]}}"]
+    return trained(inputs, "tiny.yaml", "tasked", *STEPS, *chosen)
 
 
 MEASURED = (("gap", "acc"), ("match", "acc"), ("match", "perplexity"))

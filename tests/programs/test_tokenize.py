@@ -24,7 +24,7 @@ def test_it_builds_what_training_then_finds(gregale, inputs, capsys):
     assert not (inputs / "runs").exists()
 
 
-def test_it_checks_every_byte_and_says_what_was_skipped(gregale, inputs, capsys, tmp_path):
+def test_it_checks_every_byte_and_says_what_was_skipped(gregale, refused, capsys, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "%s"}\n' % ("words " * 60) + "{}\n" + '{"text": "more"}\n')
     arguments = ["tokenize", "tiny.yaml", "--data.cache", tmp_path / "cache", "--data.validation"]
     arguments.append(f"{{lines: {{type: jsonl, files: [{tmp_path}/a.jsonl], on_bad_document: skip}}}}")
@@ -39,7 +39,6 @@ def test_it_checks_every_byte_and_says_what_was_skipped(gregale, inputs, capsys,
         data[0] ^= 1
         path.write_bytes(data)
         os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # as a disk does it
-        assert gregale(*arguments) == 2
-        assert f"{path} is damaged or missing" in capsys.readouterr().err
+        assert f"{path} is damaged or missing" in refused(*arguments)
         shutil.rmtree(path.parent)
         assert gregale(*arguments) == 0
