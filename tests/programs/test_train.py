@@ -156,13 +156,6 @@ def test_a_complete_run_is_left_alone(gregale, whole, capsys):
     assert content(whole) == before
 
 
-def test_a_run_killed_in_its_last_evaluation_makes_up_for_it(gregale, whole, copied):
-    *kept, evaluation = (copied / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (copied / "metrics.jsonl").write_text("".join(kept) + evaluation[:-9])
-    assert gregale(*again(copied)) == 0
-    assert (copied / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
-
-
 def logged(run, key: str) -> list[float]:
     return [line[key] for line in lines(run) if "loss" in line]
 
