@@ -90,21 +90,14 @@ def test_it_learns_and_is_inspected(folder):
     assert len(logged(folder, "weight_norm_max")) == 4
     assert len(logged(folder, "weight_norm_median")) == 1
     assert (folder / "runs" / "own" / "largest_weights.txt").read_text().startswith("step 3: .")
-    assert "--- step 4" in (folder / "runs" / "own" / "samples.txt").read_text()
+    assert "--- step 4\nthe wind" in (folder / "runs" / "own" / "samples.txt").read_text()
 
 
-def test_the_evaluation_is_that_of_the_run_and_tasks_are_scored(folder, gregale, capsys):
-    assert gregale("eval", "own", "--json", "--data", "text/0.txt", "--tasks", "task.jsonl") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert gregale("eval", "own", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["eval_loss"] == pytest.approx(logged(folder, "eval_loss")[-1], rel=1e-5)
+def test_the_evaluation_is_that_of_the_run_and_tasks_are_scored(folder, evaluated):
+    found = evaluated("own", "--data", "text/0.txt", "--tasks", "task.jsonl")
+    assert evaluated("own")["eval_loss"] == pytest.approx(logged(folder, "eval_loss")[-1], rel=1e-5)
     assert 0 <= found["acc.task"] <= 1
     assert found["eval_loss"] > 0
-
-
-def test_a_prompt_is_continued(gregale, capsys):
-    assert gregale("sample", "own", "the wind", "--tokens", "5", "--temperature", "0") == 0
-    assert capsys.readouterr().out.startswith("the wind")
 
 
 def test_it_has_the_whole_plan(folder, gregale, capsys, monkeypatch):

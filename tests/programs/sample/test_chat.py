@@ -132,7 +132,7 @@ def test_answers_are_the_same_in_a_conversation_and_in_a_file(gregale, inputs, c
     assert (found[0]["id"], found[1]["messages"], found[1]["seed"]) == (7, talks[1]["messages"], 3)
 
 
-def test_tasks_ask_by_the_template(gregale, inputs, chatty, refused, capsys):
+def test_tasks_ask_by_the_template(inputs, chatty, evaluated, refused):
     talk = [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]
     lines = [{"kind": "exact_match"}, {"messages": talk, "answer": "1"}, {"context": "b", "answer": "1"}]
     for name, own in {"mixed": lines, "plain": [lines[0], lines[2]]}.items():
@@ -145,8 +145,7 @@ def test_tasks_ask_by_the_template(gregale, inputs, chatty, refused, capsys):
     assert (plain.prompts, plain.stops) == ([form.ids("b")], ["\n\n"])
     (mixed, plain), ends = (asked := asked_in(tasks, run, form, chat=True)).prompts, asked.form.ends
     assert (mixed.prompts, plain.prompts, ends) == (spoken, spoken[1:], chat.form.ends)
-    assert gregale("eval", "chatty", "--json", "--tasks", "mixed.jsonl") == 0
-    assert json.loads(capsys.readouterr().out)["exact_match.mixed"] == 0
+    assert evaluated("chatty", "--tasks", "mixed.jsonl")["exact_match.mixed"] == 0
     assert "whole has no chat template" in refused("eval", "whole", "--chat", "--tasks", "plain.jsonl")
 
 
