@@ -147,15 +147,21 @@ def refusal(gregale, capsys) -> Callable[..., str]:
 
 
 @pytest.fixture
-def evaluated(gregale, capsys) -> Callable[..., dict[str, float]]:
-    """The figures of `gregale eval`; standard output is nothing else."""
+def printed(gregale, capsys) -> Callable[..., str]:
+    """What a command that succeeds writes to standard output."""
 
-    def figures(*arguments) -> dict[str, float]:
+    def out(*arguments) -> str:
         capsys.readouterr()
-        assert gregale("eval", *arguments, "--json") == 0
-        return json.loads(capsys.readouterr().out)
+        assert gregale(*arguments) == 0
+        return capsys.readouterr().out
 
-    return figures
+    return out
+
+
+@pytest.fixture
+def evaluated(printed) -> Callable[..., dict[str, float]]:
+    """The figures of `gregale eval`; standard output is nothing else."""
+    return lambda *arguments: json.loads(printed("eval", *arguments, "--json"))
 
 
 @pytest.fixture(scope="session")

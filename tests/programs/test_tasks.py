@@ -118,7 +118,7 @@ def expected_figures(model) -> dict[str, float]:
     return figures
 
 
-def test_figures_are_those_of_transformers(gregale, tasks, model, capsys):
+def test_figures_are_those_of_transformers(gregale, printed, tasks, model, capsys):
     capsys.readouterr()
     files = sorted(str(path) for path in tasks.glob("*.jsonl"))
     assert gregale("eval", "mine", "--tasks", *files, "--json") == 0
@@ -131,8 +131,7 @@ def test_figures_are_those_of_transformers(gregale, tasks, model, capsys):
         assert value == pytest.approx(expected[key], rel=1e-4), key
     assert 0 < figures["acc.choice"] < 1, "some are right"
     assert "choice: questions longer than the model's context, which are cut on the left: 1 of 13." in err
-    assert gregale("eval", "mine", "--tasks", str(tasks / "*.jsonl")) == 0
-    table = capsys.readouterr().out
+    table = printed("eval", "mine", "--tasks", str(tasks / "*.jsonl"))
     assert f"{figures['acc.choice']:.4g} ± {figures['acc_stderr.choice']:.2g}" in table
 
 
@@ -188,16 +187,12 @@ def test_bits_are_those_of_the_bytes_of_the_text(gregale, inputs, model, evaluat
     assert figures["bits_per_byte"] == pytest.approx(figures["eval_loss"] / math.log(2) * CONTEXT / (32 * 3 - 1))
 
 
-def test_names_of_special_tokens_in_tasks_are_told_or_are_the_tokens(gregale, inputs, model, capsys):
+def test_names_of_special_tokens_in_tasks_are_told_or_are_the_tokens(printed, inputs, model):
     record = {"context": "the <|end_of_document|>", "choices": ["sea", "wind"], "answer": 0}
     (inputs / "special.jsonl").write_text(json.dumps(record) + "\n" + json.dumps(TIE))
-    capsys.readouterr()
-    assert gregale("eval", "mine", "--tasks", "special.jsonl") == 0
-    assert (
-        "2 names of special tokens in the tasks are encoded as characters, most often <|end" in capsys.readouterr().out
-    )
-    assert gregale("eval", "mine", "--tasks", "special.jsonl", "--parse_special") == 0
-    assert "special tokens" not in capsys.readouterr().out
+    told = "2 names of special tokens in the tasks are encoded as characters, most often <|end"
+    assert told in printed("eval", "mine", "--tasks", "special.jsonl")
+    assert "special tokens" not in printed("eval", "mine", "--tasks", "special.jsonl", "--parse_special")
 
 
 def test_texts_are_scored_together(model, gregale):
@@ -256,7 +251,7 @@ def run(inputs, tasks) -> Path:
 MEASURED = (("gap", "acc"), ("match", "acc"), ("match", "perplexity"))
 
 
-def test_a_run_scores_tasks_at_each_evaluation(gregale, run, evaluated, capsys):
+def test_a_run_scores_tasks_at_each_evaluation(printed, run, evaluated):
     first, last = (line for line in lines(run) if "eval_loss" in line)
     assert (first["step"], last["step"]) == (2, 4)
     names = [f"{figure}{error}.{task}" for task, figure in MEASURED for error in ("", "_stderr")]
@@ -265,8 +260,7 @@ def test_a_run_scores_tasks_at_each_evaluation(gregale, run, evaluated, capsys):
     assert last["perplexity.match"] < first["perplexity.match"], "it learns its words"
     assert evaluated("tasked") == last
     alone = evaluated("tasked", "--tasks", "tasks/match.jsonl")
-    assert gregale("eval", "tasked", "--stride", "32") == 0
-    text, table = capsys.readouterr().out.split("± the standard error\n")
+    text, table = printed("eval", "tasked", "--stride", "32").split("± the standard error\n")
     assert "; words: " in text
     assert "perplexity" in table
     assert "bits_per_byte" not in table, "it has figures of tasks alone"
@@ -300,13 +294,11 @@ def test_every_mesh_finds_what_transformers_finds_of_the_export(gregale, run, in
         assert (value, greedy) == (pytest.approx(expected[0], rel=1e-4), expected[1])
 
 
-def test_tasks_alone_make_an_evaluation(gregale, run, evaluated, refused, capsys):
+def test_tasks_alone_make_an_evaluation(printed, run, evaluated, refused):
     arguments = [*STEPS, "--data.held_out=0", "--evaluation.tasks=tasks/match.jsonl", "--evaluation.every=4"]
-    assert gregale("train", "tiny.yaml", "--name", "alone", *arguments) == 0
-    assert "Done. Tasks: match acc " in capsys.readouterr().out
+    assert "Done. Tasks: match acc " in printed("train", "tiny.yaml", "--name", "alone", *arguments)
     (figures,) = [line for line in lines(run.parent / "alone") if "acc.match" in line]
     assert "eval_loss" not in figures
     assert evaluated("alone") == figures
     assert "has no text to evaluate on" in refused("eval", "alone", "--stride", "4")
-    assert gregale("train", "tiny.yaml", "--name", "alone", *arguments) == 0
-    assert "alone is complete" in capsys.readouterr().out
+    assert "alone is complete" in printed("train", "tiny.yaml", "--name", "alone", *arguments)

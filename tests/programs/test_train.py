@@ -83,9 +83,8 @@ def test_a_state_is_restored_on_another_mesh_bit_for_bit(whole, inputs):
         assert np.asarray(array).tobytes() == expected[name].tobytes(), name
 
 
-def test_another_mesh_goes_on_with_the_same_rows(gregale, half, whole, capsys):
-    assert gregale(*again(half), *on_mesh(4, 1, 1, context=2)) == 0
-    out = capsys.readouterr().out
+def test_another_mesh_goes_on_with_the_same_rows(printed, half, whole):
+    out = printed(*again(half), *on_mesh(4, 1, 1, context=2))
     assert "(replica 4 x context 2)" in out
     assert "The newest checkpoint, of step 12, is gone: going on from that of step 8 repeats 4 steps." in out
     assert losses(half)[:8] == losses(whole)[:8]
@@ -125,14 +124,13 @@ def test_what_may_change_does_not_keep_a_run_from_going_on(gregale, half):
     assert "the same" not in entries[1]
 
 
-def test_a_damaged_checkpoint_and_damaged_figures_are_reported_and_end_no_run(gregale, half, whole, tmp_path, capsys):
+def test_a_damaged_checkpoint_and_damaged_figures_are_reported_and_end_no_run(printed, half, whole, tmp_path):
     complete = shutil.copytree(whole, tmp_path / "whole")
     damage(half, 8, "corrupted")
     for run in (complete, half):
         others = (run / "metrics.jsonl").read_bytes().partition(b"\n")[2]
         (run / "metrics.jsonl").write_bytes(b'{"step": 1, "loss": \xff\xfe\n' + others)
-        assert gregale(*again(run)) == 0
-        text = capsys.readouterr().out
+        text = printed(*again(run))
         assert text.count("lines are damaged, the first is line 1; they are left out.") == 1
         assert ("whole is complete" in text) == (run == complete)
     out = text.splitlines()
@@ -147,12 +145,10 @@ def test_a_damaged_checkpoint_and_damaged_figures_are_reported_and_end_no_run(gr
     assert checkpoint_steps(half) == [4, 8, 12], "the damaged one was saved anew"
 
 
-def test_a_complete_run_is_left_alone(gregale, whole, capsys):
+def test_a_complete_run_is_left_alone(printed, whole):
     before = content(whole)
-    assert gregale(*again(whole)) == 0
-    assert "whole is complete: it has done 12 steps" in capsys.readouterr().out
-    assert gregale(*again(whole), "--steps", "8") == 0
-    assert "whole is complete: it has done 12 steps, and `steps` is 8." in capsys.readouterr().out
+    assert "whole is complete: it has done 12 steps" in printed(*again(whole))
+    assert "whole is complete: it has done 12 steps, and `steps` is 8." in printed(*again(whole), "--steps", "8")
     assert content(whole) == before
 
 
@@ -160,7 +156,7 @@ def logged(run, key: str) -> list[float]:
     return [line[key] for line in lines(run) if "loss" in line]
 
 
-def test_another_learning_rate_and_batch_size_go_on_with_the_next_examples(gregale, half, whole, capsys, monkeypatch):
+def test_another_learning_rate_and_batch_size_go_on_with_the_next_examples(gregale, printed, half, whole, monkeypatch):
     """Each step's rows are noted as the loop asks for them: none is seen twice, none is left out."""
     seen, batch = [], Examples.batch
 
@@ -171,8 +167,7 @@ def test_another_learning_rate_and_batch_size_go_on_with_the_next_examples(grega
 
     monkeypatch.setattr(Examples, "batch", noted)
     changes = ["--optimizer.learning_rate", "0.005", "--batch.size", "16", "--optimizer.clip_norm", "null"]
-    assert gregale(*again(half), *changes) == 0
-    out = capsys.readouterr().out
+    out = printed(*again(half), *changes)
     assert "Changed since step 8: runs runs -> " in out
     assert "; batch.size 8 -> 16; optimizer.learning_rate 0.01 -> 0.005; optimizer.clip_" in out
     assert sorted(seen)[:4] == [(64, 16), (80, 16), (96, 16), (112, 16)]
