@@ -100,10 +100,9 @@ def test_the_evaluation_is_that_of_the_run_and_tasks_are_scored(folder, evaluate
     assert found["eval_loss"] > 0
 
 
-def test_it_has_the_whole_plan(folder, gregale, capsys, monkeypatch):
+def test_it_has_the_whole_plan(printed, folder, monkeypatch):
     """FLOPs of the plugin's products, roofline, methods, and a search."""
-    assert gregale("plan", "runs/own/config.yaml", "--json") == 0
-    report = json.loads(capsys.readouterr().out)
+    report = json.loads(printed("plan", "runs/own/config.yaml", "--json"))
     sent = report["bytes_per_step"]["axes"]["replica"]
     assert logged(folder, "replica_bytes")[:2] == [sent, 2 * sent], "the method says what the compiled program sends"
     assert report["memory"]["peak"] > report["memory"]["parameters"] == sent
@@ -112,13 +111,11 @@ def test_it_has_the_whole_plan(folder, gregale, capsys, monkeypatch):
     assert report["methods"].keys() >= {"psdp", "diloco"}
     assert any("sync.type is gossip, whose method does not tell its traffic" in note for note in report["notes"])
     monkeypatch.setattr("gregale.programs.plan.search.MAX_COMPILED", 1)
-    assert gregale("plan", "own.yaml", "--search") == 0
-    assert "candidates, 1 of them compiled" in capsys.readouterr().out
+    assert "candidates, 1 of them compiled" in printed("plan", "own.yaml", "--search")
 
 
-def test_the_plan_has_each_program_of_the_first_steps_of_a_method(gregale, capsys):
-    assert gregale("plan", "own.yaml", "--sync.period", "2", "--json") == 0
-    report = json.loads(capsys.readouterr().out)
+def test_the_plan_has_each_program_of_the_first_steps_of_a_method(printed):
+    report = json.loads(printed("plan", "own.yaml", "--sync.period", "2", "--json"))
     over = {name: each["bytes_per_step"]["axes"].get("replica") for name, each in report["programs"].items()}
     assert over == {"step": None, "step_2": report["memory"]["parameters"]}
     assert report["notes"][0].endswith("of its first steps have it: step in 50.0% of them, step_2 in 50.0% of them.")
@@ -137,15 +134,14 @@ class LambConfig(OptimizerConfig):
 """
 
 
-def test_an_optimizer_that_reduces_over_shards_is_named_with_its_bytes(folder, gregale, capsys):
+def test_an_optimizer_that_reduces_over_shards_is_named_with_its_bytes(printed, folder):
     (folder / "lamb.py").write_text(LAMB)
     given = ["--plugins", "causal_mixer,lamb,gossip,weight_norms", "--mesh.model=1", "--mesh.data=4", "--steps=1"]
 
     def planned(optimizer: str, method: str) -> tuple[int, list[str]]:
         """The payload of a step over data and replica together, and the notes about the optimizer."""
         options = ["--optimizer", f"{{type: {optimizer}}}", "--sync.type", method, "--json"]
-        assert gregale("plan", "own.yaml", *given, *options) == 0
-        report = json.loads(capsys.readouterr().out)
+        report = json.loads(printed("plan", "own.yaml", *given, *options))
         notes = [each for each in report["notes"] if each.startswith("optimizer.type")]
         return report["bytes_per_step"]["axes"].get("replica,data", 0), notes
 
@@ -156,8 +152,7 @@ def test_an_optimizer_that_reduces_over_shards_is_named_with_its_bytes(folder, g
     assert sent > 0
     assert f"optimizer.type is lamb, whose update reduces over shards: a device sends {sent:,} bytes a step" in note
     options = ["--optimizer", "{type: lamb}", "--sync.type", "psdp", "--name", "lamb", "--samples.prompts", "[]"]
-    assert gregale("train", "own.yaml", *given, *options) == 0
-    assert note in " ".join(capsys.readouterr().out.split())
+    assert note in " ".join(printed("train", "own.yaml", *given, *options).split())
 
 
 def test_its_export_is_refused_and_its_report_is_written(folder, gregale, refused):
