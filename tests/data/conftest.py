@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gregale.data import store as storing
 from gregale.data.build import NamedSource, TokenCache, build_store
-from gregale.data.examples import DocumentStream
+from gregale.data.examples import DocumentStream, Windows
+from gregale.data.sources import Skipped, SourceRange
 from gregale.data.store import (
-    CHUNK_BYTES,
     LENGTH,
     ChunkCache,
     LossMask,
@@ -38,7 +39,7 @@ def store_of(folder: Path, *parts: list[list[int]]) -> TokenStore:
         tokens = np.array([token for each in documents for token in each], "<u2")
         content = tokens.tobytes() + np.array(lengths, LENGTH).tobytes()
         (folder / part_name(number)).write_bytes(content)
-        chunks = [content[at : at + CHUNK_BYTES] for at in range(0, len(content), CHUNK_BYTES)]
+        chunks = [content[at : at + storing.CHUNK_BYTES] for at in range(0, len(content), storing.CHUNK_BYTES)]
         digests = "".join(sha256(chunk).hexdigest() for chunk in chunks)
         seals.append(PartManifest(len(documents), len(tokens), 2, {}, digests))
         write_part_manifest(folder, number, seals[-1])
@@ -68,9 +69,27 @@ def build(source, cache: Path, report=silent, workers: int = 1, disk: ChunkCache
     return build_store(NamedSource("x", source), BytesTokenizer(), TokenCache(cache, disk), workers, report)
 
 
+def read(source, parts: Sequence[SourceRange] | None = None) -> tuple[list, Skipped]:
+    """The contents of the documents in parts of a source, in all without any given; and what was skipped."""
+    skipped = Skipped()
+    return [one.content for part in parts or source.parts() for one in source.read(part, skipped)], skipped
+
+
+def cut(path: Path, size: int, cuts: Sequence[int]) -> list[SourceRange]:
+    """The parts of a file of `size` between those of the cuts that lie within it."""
+    edges = [0, *sorted({cut for cut in cuts if cut < size}), size]
+    return [SourceRange(str(path), a, b, b - a) for a, b in pairwise(edges)]
+
+
 def stream_of(store) -> DocumentStream:
     """Return a stream of all documents of a store."""
     return DocumentStream(store, np.ones(len(store.offsets) - 1, bool))
+
+
+def numbered(count: int, first: int, length: int = 4) -> Windows:
+    """`count` windows of one document, window w beginning with token first + w."""
+    tokens = [first + place // length for place in range(count * length)]
+    return Windows(stream_of(in_memory([[*tokens, END]])), length, cross_documents=False)
 
 
 @pytest.fixture

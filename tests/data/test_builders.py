@@ -5,12 +5,12 @@ import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from gregale.data import build as building
-from gregale.data import build as claims
 from gregale.data import store as parts
 from gregale.data.build import Build, NamedSource, identity_of, store_key
 from gregale.data.sources import TextSource
@@ -21,13 +21,6 @@ from tests.data.conftest import build
 from tests.disk import largest_file
 
 FILES = 12
-
-
-class InOrder:
-    """Draws the order of the files."""
-
-    def shuffle(self, tasks: list) -> None:
-        tasks.reverse()  # the last one is taken first
 
 
 BYTES = BytesTokenizer()
@@ -49,9 +42,10 @@ def source(tmp_path, monkeypatch):
 
     monkeypatch.setattr(TextSource, "scan", watched)
     monkeypatch.setattr(parts, "TASK_BYTES", 1)
-    monkeypatch.setattr(building.random, "SystemRandom", InOrder)
-    monkeypatch.setattr(claims, "LOST_SECONDS", 0.2)
-    monkeypatch.setattr(claims, "POLL_SECONDS", 0.01)
+    in_order = SimpleNamespace(shuffle=list.reverse)  # the last one is taken first
+    monkeypatch.setattr(building.random, "SystemRandom", lambda: in_order)
+    monkeypatch.setattr(building, "LOST_SECONDS", 0.2)
+    monkeypatch.setattr(building, "POLL_SECONDS", 0.01)
     READ.clear()
     FAILING.clear()
     (tmp_path / "text").mkdir()

@@ -6,16 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gregale.data.examples import Windows, held_out_examples, make_example, training_examples
-from tests.data.conftest import stream_of
+from tests.data.conftest import numbered, stream_of
 
 LENGTH = 4
 KEYS = {"tokens", "targets", "loss_mask", "segment_ids", "positions"}
-
-
-def numbered(make_store, count, first):
-    """A stream of `count` windows, window w beginning with token first + w."""
-    tokens = [first + place // LENGTH for place in range(count * LENGTH)]
-    return stream_of(make_store([tokens]))
 
 
 def slow_example(tokens, documents):
@@ -63,8 +57,8 @@ def first_tokens(examples, indices):
     return [int(examples[index]["tokens"][0]) for index in indices]
 
 
-def test_every_epoch_has_every_window_once_in_an_order_that_index_and_seed_alone_decide(make_store):
-    windows = {"a": Windows(numbered(make_store, 50, 0), LENGTH, False)}
+def test_every_epoch_has_every_window_once_in_an_order_that_index_and_seed_alone_decide():
+    windows = {"a": numbered(50, 0)}
     make = lambda seed: training_examples(windows, {"a": 1.0}, seed)  # noqa: E731
     assert make(3).endless
     assert len(make(3)) == sys.maxsize
@@ -77,24 +71,21 @@ def test_every_epoch_has_every_window_once_in_an_order_that_index_and_seed_alone
 
 
 @pytest.mark.parametrize("weights", [(1.0, 3.0), (0.1, 0.3), (2.0, 1.0), (1.0, 1.25)])
-def test_mixtures_have_their_weights_all_along_and_each_source_its_own_epochs(make_store, weights):
-    sizes = {"a": 7, "b": 31}
-    windows = {"a": Windows(numbered(make_store, 7, 0), LENGTH, False)}
-    windows["b"] = Windows(numbered(make_store, 31, 100), LENGTH, False)
+def test_mixtures_have_their_weights_all_along_and_each_source_its_own_epochs(weights):
+    windows = {"a": numbered(7, 0), "b": numbered(31, 100)}
     examples = training_examples(windows, dict(zip("ab", weights, strict=True)), seed=0)
     drawn = first_tokens(examples, range(200))
     found = np.cumsum(np.array(drawn) < 100)
     assert np.abs(found - weights[0] / sum(weights) * np.arange(1, 201)).max() <= 1
-    for name, first in (("a", 0), ("b", 100)):
-        own = [token for token in drawn if (token < 100) == (name == "a")]
-        size = sizes[name]
+    for first, size in ((0, 7), (100, 31)):
+        own = [token for token in drawn if (token < 100) == (first == 0)]
         for epoch in range(len(own) // size):
             assert sorted(own[epoch * size : epoch * size + size]) == list(range(first, first + size))
 
 
-def test_held_out_examples_are_all_windows_once_then_blank(make_store):
-    streams = {"a": numbered(make_store, 3, 0), "b": numbered(make_store, 2, 100)}
-    rows = {name: Windows(stream, LENGTH, False, evaluates=True) for name, stream in streams.items()}
+def test_held_out_examples_are_all_windows_once_then_blank():
+    windows = {"a": numbered(3, 0), "b": numbered(2, 100)}
+    rows = {name: Windows(own.stream, LENGTH, False, evaluates=True) for name, own in windows.items()}
     examples = held_out_examples(rows)
     assert not examples.endless
     assert first_tokens(examples, range(len(examples))) == [0, 1, 2, 100, 101]

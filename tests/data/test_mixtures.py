@@ -8,26 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gregale.data.config import DataConfig
-from gregale.data.examples import DocumentStream, Windows
 from gregale.data.mixtures import cuts, replica_examples
 from gregale.data.sources import TextSource
 from gregale.errors import UserError
 from gregale.programs.runtime.batches import batches
+from tests.data.conftest import numbered
 
-LENGTH, BATCH = 4, 12
+BATCH = 12
 FIRSTS = {"a": 0, "b": 100, "c": 1000}
 COUNTS = {"a": 60, "b": 30, "c": 12}
 
 
 @pytest.fixture
-def sources(make_store):
-    """Window w of a source begins with the source's first token + w."""
-
-    def windows(name):
-        store = make_store([[FIRSTS[name] + place // LENGTH for place in range(COUNTS[name] * LENGTH)]])
-        return Windows(DocumentStream(store, np.ones(1, bool)), LENGTH, cross_documents=False)
-
-    return {name: windows(name) for name in FIRSTS}
+def sources():
+    return {name: numbered(COUNTS[name], FIRSTS[name]) for name in FIRSTS}
 
 
 def source_of(token: int) -> str:

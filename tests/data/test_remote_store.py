@@ -8,26 +8,17 @@ import pytest
 from gregale.data import store as parts
 from gregale.data.config import DataConfig
 from gregale.data.preparation import prepare
-from gregale.data.sources import TextSource
 from gregale.errors import UserError
 from gregale.storage import files_below
-
-TEXTS = [f"document {number} says: " + "la " * (number % 7) + "\n" for number in range(60)]
+from tests.data.test_config import write_texts
 
 
 @pytest.fixture
-def source(tmp_path, monkeypatch):
+def config(s3, tmp_path, monkeypatch):
     """Several parts of several pieces."""
     monkeypatch.setattr(parts, "CHUNK_BYTES", 64)
     monkeypatch.setattr(parts, "TASK_BYTES", 300)
-    (tmp_path / "texts").mkdir()
-    for number, text in enumerate(TEXTS):
-        (tmp_path / "texts" / f"{number:02}.txt").write_text(text)
-    return TextSource(files=(f"{tmp_path}/texts/*.txt",))
-
-
-@pytest.fixture
-def config(source, s3, tmp_path):
+    source = write_texts(tmp_path / "texts")
     return DataConfig({"books": source}, held_out=0.2, cache=str(s3), local_cache=str(tmp_path / "pieces"), workers=1)
 
 

@@ -8,15 +8,13 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken
 
-from gregale.data.config import DataConfig
 from gregale.data.preparation import prepare
-from gregale.data.sources import JsonLinesSource
 from gregale.data.sources.chat import ChatSource
 from gregale.data.tokenizer_training import train_bpe
-from gregale.data.tokenizers import BpeConfig, FileConfig, LibraryTokenizer, counter_of_names, from_json
+from gregale.data.tokenizers import BpeConfig, LibraryTokenizer, counter_of_names, from_json
 from gregale.errors import UserError
 from gregale.programs.runtime.evaluation import SlidingWindows
-from tests.data.test_text_bytes import END, LIBRARIES
+from tests.data.test_text_bytes import END, LIBRARIES, config_of
 
 CHAT = "<|im_start|>user\nthe café<|im_end|>\n<|im_start|>assistant\nthe<|im_end|>"
 NAMES = ["<|im_start|>", "<|im_end|>"]
@@ -35,11 +33,7 @@ def library(request):
 
 @pytest.fixture
 def config(tmp_path, library):
-    (tmp_path / "chat.jsonl").write_text((json.dumps({"text": CHAT}) + "\n") * 300)
-    (tmp_path / "t.json").write_text(library.to_str())
-    source = JsonLinesSource(files=(f"{tmp_path}/chat.jsonl",))
-    tokenizer = FileConfig(path=f"{tmp_path}/t.json", end_of_document=END)
-    return DataConfig({"x": source}, tokenizer, {"y": source}, 0.2, cache=f"{tmp_path}/cache", workers=1)
+    return config_of(tmp_path, [CHAT] * 300, library)
 
 
 def count(stream, token: int) -> int:
@@ -98,6 +92,6 @@ def test_names_are_counted_where_they_stand_and_the_token_of_unknown_characters_
 def test_damaged_files_beside_a_tokenizer_stop_conversations_alone(config, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text("{")
     assert prepare(config, 8, 0).tokenizer.chat_template is None
-    talks = ChatSource(files=(f"{tmp_path}/chat.jsonl",))
+    talks = ChatSource(files=(f"{tmp_path}/text.jsonl",))
     with pytest.raises(UserError, match=r"tokenizer_config\.json is damaged"):
         prepare(dataclasses.replace(config, sources={"x": talks}, validation={}), 8, 0)

@@ -6,7 +6,7 @@ import pytest
 
 from gregale.data.examples import Windows, training_examples
 from gregale.data.mixtures import drawn, sources_of, staged_examples, tokens_of, with_mixture
-from tests.data.conftest import stream_of
+from tests.data.conftest import numbered
 
 LENGTH = 4
 STAGES = [
@@ -17,14 +17,9 @@ STAGES = [
 
 
 @pytest.fixture
-def rows(make_store):
+def rows():
     """Three sources of 7, 31 and 12 windows, whose tokens tell them apart."""
-
-    def windows(count: int, first: int) -> Windows:
-        tokens = [first + place // LENGTH for place in range(count * LENGTH)]
-        return Windows(stream_of(make_store([tokens])), LENGTH, False)
-
-    return {"web": windows(7, 0), "code": windows(31, 100), "math": windows(12, 200)}
+    return {"web": numbered(7, 0), "code": numbered(31, 100), "math": numbered(12, 200)}
 
 
 def drawn_tokens(rows, stages, seed):

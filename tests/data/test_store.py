@@ -23,8 +23,7 @@ def flip_byte(path, place):
 
 @pytest.mark.parametrize("at_hand", [1, 64])
 def test_places_in_many_parts_and_chunks_are_read_in_any_order(tmp_path, monkeypatch, at_hand):
-    for module in ("gregale.data.store", "tests.data.conftest"):
-        monkeypatch.setattr(f"{module}.CHUNK_BYTES", 16)
+    monkeypatch.setattr(store, "CHUNK_BYTES", 16)
     monkeypatch.setattr(store, "MAPS_AT_HAND", at_hand)
     sizes = [3, 40, 0, 17, 8, 1]
     tokens = np.arange(sum(sizes))
@@ -55,8 +54,7 @@ def test_a_flipped_byte_is_found_wherever_it_is(tmp_path, name):
 
 
 def test_no_token_of_a_damaged_chunk_is_handed_out(tmp_path, monkeypatch):
-    for module in ("gregale.data.store", "tests.data.conftest"):
-        monkeypatch.setattr(f"{module}.CHUNK_BYTES", 16)
+    monkeypatch.setattr(store, "CHUNK_BYTES", 16)
     folder = store_of(tmp_path / "x", [list(range(20))]).folder
     flip_byte(folder / "part-00000000.bin", 20)
     damaged = open_store(folder, NO_DISK)

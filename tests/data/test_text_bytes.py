@@ -115,15 +115,20 @@ def test_corrections_are_found_after_packing_and_joining(parts):
     np.testing.assert_array_equal(one.at(np.arange(len(whole))), whole)
 
 
+def config_of(folder: Path, documents: list[str], library: Tokenizer) -> DataConfig:
+    """Documents with a tokenizer, all for validation too."""
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": each}) + "\n" for each in documents))
+    (folder / "t.json").write_text(library.to_str())
+    source = JsonLinesSource(files=(f"{folder}/text.jsonl",))
+    tokenizer = FileConfig(path=f"{folder}/t.json", end_of_document=END)
+    return DataConfig({"x": source}, tokenizer, {"y": source}, 0.2, cache=f"{folder}/cache", workers=1)
+
+
 def corpus(folder: Path, name: str) -> tuple[DataConfig, list[str]]:
     """The configuration of a corpus of short documents with a tokenizer, and its documents."""
     random = np.random.default_rng(0)
     documents = [" ".join(random.choice(TEXTS, random.integers(1, 9))) for _ in range(200)]
-    (folder / "text.jsonl").write_text("".join(json.dumps({"text": each}) + "\n" for each in documents))
-    (folder / "t.json").write_text(LIBRARIES[name][0].to_str())
-    source = JsonLinesSource(files=(str(folder / "text.jsonl"),))
-    tokenizer = FileConfig(path=str(folder / "t.json"), end_of_document=END)
-    return DataConfig({"x": source}, tokenizer, {"y": source}, 0.2, cache=str(folder / "cache"), workers=1), documents
+    return config_of(folder, documents, LIBRARIES[name][0]), documents
 
 
 @pytest.mark.parametrize("name", ["prefix-space", "nfkc-lower", "words"])

@@ -24,6 +24,7 @@ from gregale.data.tokenizers import (
     taken_as_text,
 )
 from gregale.errors import UserError
+from tests.data.test_text_bytes import END, metaspace, sentence_piece
 
 TEXTS = ["the cat sat on the mat", "the dog — über alles — sat on the cat"] * 5
 BPE = train_bpe(BpeConfig(vocabulary=280), iter(TEXTS))
@@ -116,31 +117,20 @@ def test_a_missing_or_damaged_save_is_refused(tmp_path):
             load_tokenizer(tmp_path)
 
 
-def sentence_piece_file(path):
-    """A small tokenizer.json of the SentencePiece kind: spaces marked, unknown characters as bytes."""
-    characters = ["a", "b", "▁", "▁a", "ab"]
-    names = ["<unk>", "<s>", "</s>", *(f"<0x{value:02X}>" for value in range(256)), *characters]
-    vocabulary = {name: number for number, name in enumerate(names)}
-    model = models.BPE(vocab=vocabulary, merges=[("▁", "a"), ("a", "b")], byte_fallback=True, unk_token="<unk>")
-    library = tokenizers.Tokenizer(model)
-    library.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
-    library.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    library.add_special_tokens(["<unk>", "<s>", "</s>"])
-    library.add_tokens(["<think>"])
-    library.save(str(path))
-
-
 def test_a_tokenizer_json_of_the_sentence_piece_kind(tmp_path):
-    sentence_piece_file(tmp_path / "t.json")
-    tokenizer = FileConfig(path=str(tmp_path / "t.json"), end_of_document="</s>").build()
-    text = "ab a ü <think>b"
+    """Spaces are marked, and unknown characters are bytes."""
+    library = sentence_piece(True, pre_tokenizer=metaspace("never", split=False))
+    library.add_tokens(["<think>"])
+    library.save(f"{tmp_path}/t.json")
+    tokenizer = FileConfig(path=f"{tmp_path}/t.json", end_of_document=END).build()
+    text = "the a ü <think>b"
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     assert tokenizer.token_bytes[ids].sum() == len(text.encode())
     assert tokenizer.vocabulary_bytes[tokenizer.vocabulary_size - 1] == b"<think>"
-    assert tokenizer.end_of_document == 2
-    assert tokenizer.token_bytes[:3].tolist() == [0, 0, 0]
-    with pytest.raises(UserError, match=r"t\.json: no token `<\|endoftext\|>`.*: <unk>, <s>, </s>, <think>\."):
+    assert tokenizer.end_of_document == library.token_to_id(END)
+    assert tokenizer.token_bytes[[library.token_to_id("<unk>"), tokenizer.end_of_document]].tolist() == [0, 0]
+    with pytest.raises(UserError, match=r"t\.json: no token `<\|endoftext\|>`.*: <unk>, </s>, <think>\."):
         FileConfig(path=str(tmp_path / "t.json")).build()
 
 

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from safetensors.numpy import load_file
+
 from gregale.data.tokenizers import BytesTokenizer
 from gregale.huggingface.families import BIAS, Family
 from gregale.huggingface.tokenizer import write_tokenizer
@@ -148,6 +150,11 @@ def made(name: str, folder: Path, shard: str = "5GB", dtype: str = "float32", **
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=shard)
     write_tokenizer(BytesTokenizer(), folder, CONTEXT)
     return model
+
+
+def values(folder: Path) -> dict[str, bytes]:
+    """The bytes of each tensor that the files have, without Gregale's names and rules."""
+    return {name: array.tobytes() for path in folder.glob("*.safetensors") for name, array in load_file(path).items()}
 
 
 def continued(folder: Path) -> str:

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from haliax import Axis
-from safetensors import safe_open
 
 from gregale.axes.layout import BATCH, is_named
 from gregale.cli import main
@@ -31,9 +30,12 @@ from tests.huggingface.hub import (
     continued,
     made,
     of_family,
+    values,
 )
 from tests.mesh.support import layout_of, one_device
+from tests.packages import Package
 
+torch, transformers = Package("torch"), Package("transformers")
 ROWS, POSITIONS = 2, 24
 TOKENS = np.random.default_rng(0).integers(0, VOCABULARY, (ROWS, POSITIONS + 1))
 
@@ -83,15 +85,7 @@ def gradient_of(parameters: dict[str, Any], name: str) -> np.ndarray:
     return np.split(parameters[f"{stack}.gate_up_proj"].grad[int(expert)].numpy(), 2)[kind in ("up_proj", "w3")]
 
 
-def tensors(folder: Path) -> dict[str, bytes]:
-    """Return the bytes of each tensor that the files have, without Gregale's names and rules."""
-    files = [safe_open(path, "np") for path in sorted(folder.glob("*.safetensors"))]
-    return {name: file.get_tensor(name).tobytes() for file in files for name in file.keys()}  # noqa: SIM118
-
-
 def assert_logits_and_gradients(theirs: Any, folder: Path) -> None:
-    import torch
-
     found = open_folder(folder)
     model = read_model(found, abstract(found), layout_of())
     logits, gradients = logits_and_gradients(model)
@@ -113,7 +107,6 @@ def assert_logits_and_gradients(theirs: Any, folder: Path) -> None:
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in CONFIGURATIONS])
 def test_a_model_is_that_of_transformers(name, tmp_path, capsys):
     """Its logits and gradients, what `import` and `export` write, and a greedy text."""
-    pytest.importorskip("torch")
     hub, mine, out = (tmp_path / each for each in ("hub", "mine", "out"))
     theirs = made(name, hub, "20KB")
     assert_logits_and_gradients(theirs, hub)
@@ -121,7 +114,7 @@ def test_a_model_is_that_of_transformers(name, tmp_path, capsys):
         return
     assert main(["import", str(hub), str(mine)]) == 0
     assert main(["export", str(mine), str(out)]) == 0
-    assert tensors(out) == tensors(hub)
+    assert values(out) == values(hub)
     before, after = (json.loads((folder / "config.json").read_text()) for folder in (hub, out))
     assert {key for key in before if after[key] != before[key]} <= {"use_bidirectional_attention"}
     capsys.readouterr()
@@ -130,7 +123,6 @@ def test_a_model_is_that_of_transformers(name, tmp_path, capsys):
 
 
 def test_shards_of_experts_are_parts_of_the_same_tensors(tmp_path):
-    pytest.importorskip("torch")
     made("dots1", tmp_path)
     folder = open_folder(tmp_path)
     layouts, model = (layout_of(), layout_of(data=2, model=2)), abstract(folder, VOCABULARY + 1)
@@ -144,7 +136,6 @@ def test_shards_of_experts_are_parts_of_the_same_tensors(tmp_path):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_configuration_that_transformers_reads_back_is_the_same(name):
-    transformers = pytest.importorskip("transformers")
     model_type, settings = MODELS[name]
     first = transformers.AutoConfig.for_model(model_type, **{**SIZES, **settings}).to_dict()
     family, config = read_config(first, "config.json")
@@ -160,7 +151,6 @@ def test_a_configuration_that_transformers_reads_back_is_the_same(name):
 
 def test_the_text_of_a_gemma_3_with_images_has_the_sizes_that_transformers_derives():
     """Published files leave most sizes of `text_config` out."""
-    transformers = pytest.importorskip("transformers")
     text = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34}
     text |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}
     saved = {"model_type": "gemma3", "eos_token_id": [1, 106], "text_config": text, "vision_config": {}}
@@ -174,7 +164,6 @@ def test_the_text_of_a_gemma_3_with_images_has_the_sizes_that_transformers_deriv
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3_text"])
 def test_a_gemma_without_windows_goes_out_as_one_that_transformers_computes(name):
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     family = FAMILIES[name]
     config = GemmaConfig(layers=1, hidden=8, heads=1, kv_heads=1, head_size=8, mlp=8, tied_head=True, **family.block)
     written = written_config(replace(config, vocabulary=9), family, 9, {"pad_token_id": None, "rope_parameters": {}})
@@ -186,7 +175,7 @@ def test_a_gemma_without_windows_goes_out_as_one_that_transformers_computes(name
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.any_head_size])
 def test_heads_that_do_not_divide_the_width_go_out_where_transformers_takes_them(name):
-    transformers, family = pytest.importorskip("transformers"), FAMILIES[name]
+    family = FAMILIES[name]
     config = of_family(family, layers=1, hidden=10, heads=3, head_size=8, mlp=8)
     written = written_config(replace(config, vocabulary=9), family, 9, {"pad_token_id": None})
     if lacking(config, family):

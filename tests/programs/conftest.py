@@ -23,7 +23,7 @@ from gregale.programs.runtime.evaluation import EvaluationText, Evaluator
 from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import TrainConfig
 from gregale.training.state import Stepper, TrainState
-from tests.programs.tiny import EVALUATE, write_inputs
+from tests.programs.tiny import EVALUATE, trained, write_inputs
 
 # What the program of a step follows from.
 OF_A_STEP = ["seed", "steps", "model", "mesh", "batch", "optimizer", "sync", "reduce", "compute", "pipeline"]
@@ -131,25 +131,51 @@ def refused(gregale, capsys) -> Callable[..., str]:
 
 
 @pytest.fixture
-def evaluated(gregale, capsys) -> Callable[..., dict[str, float]]:
-    """The figures of `gregale eval`; standard output is nothing else."""
+def refusal(gregale, capsys) -> Callable[..., str]:
+    """The one line on standard error of a command that is refused."""
 
-    def figures(*arguments) -> dict[str, float]:
+    def line(*arguments, code: int = 2) -> str:
         capsys.readouterr()
-        assert gregale("eval", *arguments, "--json") == 0
-        return json.loads(capsys.readouterr().out)
+        assert gregale(*arguments) == code
+        out, err = capsys.readouterr()
+        assert err.startswith("gregale: error: ")
+        assert err.count("\n") == 1, err
+        assert "Done." not in out
+        return err
 
-    return figures
+    return line
+
+
+@pytest.fixture
+def printed(gregale, capsys) -> Callable[..., str]:
+    """What a command that succeeds writes to standard output."""
+
+    def out(*arguments) -> str:
+        capsys.readouterr()
+        assert gregale(*arguments) == 0
+        return capsys.readouterr().out
+
+    return out
+
+
+@pytest.fixture
+def evaluated(printed) -> Callable[..., dict[str, float]]:
+    """The figures of `gregale eval`; standard output is nothing else."""
+    return lambda *arguments: json.loads(printed("eval", *arguments, "--json"))
 
 
 @pytest.fixture(scope="session")
 def whole_anywhere(tmp_path_factory) -> Path:
     """The folder in which the undisturbed run was trained."""
     folder = write_inputs(tmp_path_factory.mktemp("whole"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        assert main(["train", "tiny.yaml", "--name", "whole", *EVALUATE]) == 0
+    trained(folder, "tiny.yaml", "whole", *EVALUATE)
     return folder
+
+
+@pytest.fixture
+def copied(whole, tmp_path) -> Path:
+    """The run directory of a copy of that run."""
+    return shutil.copytree(whole, tmp_path / "runs" / "whole")
 
 
 @pytest.fixture(scope="module")

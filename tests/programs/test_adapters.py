@@ -42,15 +42,8 @@ torch, transformers, peft = Package("torch"), Package("transformers"), Package("
 
 STEPS, ROWS, POSITIONS = 20, 8, 16
 RATE, DECAY = 1e-2, 0.1
-PROJECTIONS = {
-    "query": "q_proj",
-    "key": "k_proj",
-    "value": "v_proj",
-    "out": "o_proj",
-    "gate": "gate_proj",
-    "up": "up_proj",
-    "down": "down_proj",
-}
+PROJECTIONS = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "out": "o_proj"}
+PROJECTIONS |= {name: f"{name}_proj" for name in ("gate", "up", "down")}
 TWINS = {  # a family, its targets, and the scaling
     "llama2": (("query", "value"), "standard"),
     "qwen2": (tuple(PROJECTIONS), "rank_stabilised"),

@@ -12,7 +12,7 @@ import pytest
 
 from gregale.programs.train.loop import Evaluation
 from tests.plugins import EXAMPLES, plugins_from
-from tests.programs.tiny import assert_same_state, checkpoint_steps, lines
+from tests.programs.tiny import assert_same_state, checkpoint_steps, lines, trained
 
 PLUGIN = ["--plugins", "recording", "--steps=4", "--evaluation.every=2", "--checkpoint.every=100"]
 RECORDER = [*PLUGIN, "--callbacks", "[{type: recorder}]"]
@@ -28,15 +28,19 @@ def plugins():
         yield
 
 
-@pytest.fixture(params=METHODS)
-def recorded(request, gregale, inputs) -> tuple[list[tuple], list[dict]]:
-    """The events of a run, and the lines of its metrics.jsonl."""
-    assert gregale("train", "tiny.yaml", "--name", f"own-{request.param}", *RECORDER, *METHODS[request.param]) == 0
-    return list(sys.modules["recording"].EVENTS), lines(inputs / "runs" / f"own-{request.param}")
+@pytest.fixture(scope="module")
+def recorded(inputs, plugins) -> dict[str, tuple[Path, list[tuple]]]:
+    """The directory of a run with each method, and its events."""
+    found = {}
+    for method, options in METHODS.items():
+        run = trained(inputs, "tiny.yaml", f"own-{method}", *RECORDER, *options)
+        found[method] = run, list(sys.modules["recording"].EVENTS)
+    return found
 
 
-def test_events_come_in_order_and_metrics_are_of_the_step(recorded):
-    events, logged = recorded
+@pytest.mark.parametrize("method", METHODS)
+def test_events_come_in_order_and_metrics_are_of_the_step(recorded, method):
+    run, events = recorded[method]
     mean = next(event[2] for event in events if event[0] == "before")
     assert [event[:2] for event in events if event[0] not in ("start", "close")] == [
         *[("next", 1), ("next", 2)],
@@ -47,8 +51,8 @@ def test_events_come_in_order_and_metrics_are_of_the_step(recorded):
     assert events[0][0] == "start"
     assert events[0][2:] == (0, True)
     assert events[-1] == ("close",)
-    steps = {line["step"]: line for line in logged if "loss" in line}
-    (after,) = (line["own_after"] for line in logged if "own_after" in line)
+    steps = {line["step"]: line for line in lines(run) if "loss" in line}
+    (after,) = (line["own_after"] for line in lines(run) if "own_after" in line)
     assert steps[3]["own_before"] == after, "nothing comes between two steps"
     if "loss_0" not in steps[3]:  # one model for all replicas
         assert steps[3]["largest_weight"] == after
@@ -68,17 +72,15 @@ LATER = ("raises", "text")  # than the steps are compiled
 
 
 @pytest.mark.parametrize(("how", "says"), MISTAKES.items())
-def test_a_mistake_of_a_callback_is_one_line(gregale, capsys, monkeypatch, how, says):
+def test_a_mistake_of_a_callback_is_one_line(refusal, monkeypatch, how, says):
     given = ["--callbacks", "[{type: failing}]" if how in LATER else f"[{{type: failing, how: {how}}}]"]
     monkeypatch.setattr(import_module("recording").Failing, "later", how)
-    assert gregale("train", "tiny.yaml", "--name", f"failing-{how}", *PLUGIN, *given) == 2
-    error = capsys.readouterr().err
+    error = refusal("train", "tiny.yaml", "--name", f"failing-{how}", *PLUGIN, *given)
     assert f"callbacks: {says}" in error
-    assert error.count("\n") == 1
     assert ("recording.py, line" in error) == (how == "raises")
 
 
-def test_early_stopping_ends_a_run_as_complete_and_other_callbacks_go_on(gregale, inputs, capsys):
+def test_early_stopping_ends_a_run_as_complete_and_other_callbacks_go_on(gregale, printed, inputs, capsys):
     with plugins_from(EXAMPLES):
         given = ["tiny.yaml", "--name", "early", "--plugins", "early_stopping,recording", "--evaluation.every=2"]
         rules = "{type: early_stopping, patience: 2, margin: 10}"  # no loss is that much smaller than the first
@@ -96,19 +98,16 @@ def test_early_stopping_ends_a_run_as_complete_and_other_callbacks_go_on(gregale
         assert gregale("train", *given, *stopping) == 0
         assert f"early is complete: a callback ended it after step 7 of 12: {why}" in capsys.readouterr().out
         assert (run / "metrics.jsonl").read_bytes() == before
-        assert gregale("runs", "runs/early", "--json") == 0
-        (found,) = json.loads(capsys.readouterr().out)
+        (found,) = json.loads(printed("runs", "runs/early", "--json"))
         assert (found["state"], found["step"]) == ("complete", 7)
         assert found["stop_reason"].startswith(why)
-        assert gregale("runs", "runs/early") == 0
-        assert f"early: a callback ended it: {why}" in " ".join(capsys.readouterr().out.split())
+        assert f"early: a callback ended it: {why}" in " ".join(printed("runs", "runs/early").split())
         assert gregale("report", "early", "--output", "early.html") == 0
         assert f"A callback ended early: {why}" in (inputs / "early.html").read_text()
         assert gregale("train", *given, "--callbacks", "[]") == 0
         assert checkpoint_steps(run)[-1] == 12
         assert "callback" not in capsys.readouterr().out.partition("step 12/12")[2]
-        assert gregale("runs", "runs/early", "--json") == 0
-        assert json.loads(capsys.readouterr().out)[0]["stop_reason"] is None
+        assert json.loads(printed("runs", "runs/early", "--json"))[0]["stop_reason"] is None
 
 
 def test_a_callback_that_fails_after_a_checkpoint_ends_no_run(gregale, inputs, capsys):
@@ -118,39 +117,35 @@ def test_a_callback_that_fails_after_a_checkpoint_ends_no_run(gregale, inputs, c
     assert checkpoint_steps(inputs / "runs" / "kept") == [4]
 
 
-def test_a_signal_cuts_an_evaluation_which_the_next_start_makes_again(gregale, inputs, capsys, monkeypatch):
+def test_a_signal_cuts_an_evaluation_which_the_next_start_makes_again(gregale, inputs, recorded, capsys, monkeypatch):
     """The state is saved first; of the cut evaluation and of what follows it nothing is logged."""
-    between, events = Evaluation._between, {}
+    between, seen, cut = Evaluation._between, [], inputs / "runs" / "cut"
 
-    def train(name: str, signal_at: int | None = None) -> int:
+    def train(signal_at: int | None = None) -> int:
         def signalled(evaluation):
             if evaluation._steps.step == signal_at:
                 os.kill(os.getpid(), signal.SIGTERM)
             between(evaluation)
 
         monkeypatch.setattr(Evaluation, "_between", signalled)
-        code = gregale("train", "tiny.yaml", "--name", name, *RECORDER)
-        recorded = [event for event in sys.modules["recording"].EVENTS if event[0] in ("evaluation", "after")]
-        events.setdefault(name, []).extend(recorded)
+        code = gregale("train", "tiny.yaml", "--name", "cut", *RECORDER)
+        seen.extend(sys.modules["recording"].EVENTS)
         return code
 
-    assert train("undisturbed") == 0
-    capsys.readouterr()
     for step in (2, 4):  # in the middle, and at the end
-        assert train("cut", signal_at=step) == 143
+        assert train(signal_at=step) == 143
         *_, saved, stopped = capsys.readouterr().out.splitlines()
         assert saved == f"The checkpoint of step {step} is saved."
         assert stopped == f"Stopped by SIGTERM after step {step} and saved; the same command goes on from there."
-        assert [line["step"] for line in lines(inputs / "runs" / "cut") if "eval_loss" in line] == [2][: step // 4]
-    assert train("cut") == 0
-    assert events["cut"] == events["undisturbed"]
+        assert [line["step"] for line in lines(cut) if "eval_loss" in line] == [2][: step // 4]
+    assert train() == 0
+    undisturbed, events = recorded["psdp"]
+    found, expected = ([each for each in of if each[0] in ("evaluation", "after")] for of in (seen, events))
+    assert found == expected
     metrics = ("step", "loss", "eval_loss", "own_after")
-    cut, undisturbed = (
-        [[line.get(name) for name in metrics] for line in lines(inputs / "runs" / name)]
-        for name in ("cut", "undisturbed")
-    )
-    assert cut == undisturbed
-    assert_same_state(inputs / "runs" / "cut", inputs / "runs" / "undisturbed", 4)
+    found, expected = ([[line.get(name) for name in metrics] for line in lines(run)] for run in (cut, undisturbed))
+    assert found == expected
+    assert_same_state(cut, undisturbed, 4)
 
 
 def test_a_callback_that_a_signal_left_out_of_the_last_step_is_called_by_the_next_start(gregale, capsys, monkeypatch):

@@ -12,16 +12,12 @@ from gregale.huggingface.families import FAMILIES, Family, register_family
 from gregale.huggingface.tokenizer import write_tokenizer
 from gregale.runs.run_directory import RunDirectory
 from tests.docs.pages import ROOT, blocks
-from tests.huggingface.hub import CONTEXT, PROMPT, SIZES, continued, made
+from tests.huggingface.hub import CONTEXT, PROMPT, SIZES, continued, made, values
 from tests.packages import Package
 from tests.plugins import plugins_from
 
 torch, transformers = Package("torch"), Package("transformers")
 SAMPLE = (PROMPT, "--tokens", "12", "--temperature", "0")
-
-
-def values(folder: Path) -> dict[str, bytes]:
-    return {name: array.tobytes() for path in folder.glob("*.safetensors") for name, array in load_file(path).items()}
 
 
 def test_a_family_of_a_plugin_is_imported_sampled_and_exported(tmp_path, monkeypatch, capsys):

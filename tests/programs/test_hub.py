@@ -10,12 +10,15 @@ from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from unittest.mock import Mock
 
 import jax
 import numpy as np
 import pytest
 
+from gregale.cli import main
 from gregale.cli.invocation import bound
+from gregale.data.preparation import prepare
 from gregale.data.tokenizers import BpeConfig, FileConfig, load_tokenizer
 from gregale.errors import UserError, install_hint
 from gregale.huggingface.families import FAMILIES, parameters_of
@@ -33,7 +36,7 @@ from gregale.runs.config import TrainConfig
 from gregale.runs.run_directory import RunDirectory
 from tests.huggingface.hub import CONTEXT, made
 from tests.packages import Package
-from tests.programs.tiny import losses, write_config, write_further
+from tests.programs.tiny import losses, trained, write_config, write_further
 
 torch, transformers = Package("torch"), Package("transformers")
 
@@ -50,8 +53,6 @@ def hub(inputs) -> Path:
 
 @pytest.fixture(scope="module")
 def imported(inputs, hub) -> Path:
-    from gregale.cli import main
-
     assert main(["import", str(hub), str(inputs / "mine")]) == 0
     return inputs / "mine"
 
@@ -130,18 +131,11 @@ def test_names_of_special_tokens_in_a_prompt_are_told_or_are_the_tokens(gregale,
 @pytest.fixture(scope="module")
 def on_from_it(inputs, imported) -> Path:
     """A run of two steps from the imported model, on a mesh and in float32."""
-    from gregale.cli import main
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(inputs)
-        write_further(inputs, imported)
-        assert main(["train", "on.yaml", "--name", "on", "--start_from", "mine"]) == 0
-    return inputs / "runs" / "on"
+    write_further(inputs, imported)
+    return trained(inputs, "on.yaml", "on", "--start_from", "mine")
 
 
 def test_the_first_loss_is_that_of_transformers_on_the_same_tokens(gregale, hub, on_from_it):
-    from gregale.data.preparation import prepare
-
     trained = open_trained(str(on_from_it), None, None)
     config = trained.setup.config
     corpus = prepare(config.data, config.batch.sequence_length, config.seed)
@@ -400,11 +394,8 @@ def test_the_shape_and_the_tokenizer_of_a_model_of_the_hub(inputs, hub, cache, m
 
 def test_a_disk_that_fills_up_leaves_nothing(imported, tmp_path, monkeypatch, refused):
     """After the room was looked at: another program has taken it."""
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(os, "posix_fallocate", Mock(side_effect=full))
     assert "No space left on device" in refused("export", imported, tmp_path / "out")
     assert not list(tmp_path.iterdir())
 

@@ -2,17 +2,19 @@
 
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from gregale.cli import main
 from gregale.data.preparation import prepare
 from gregale.data.tokenizers import load_tokenizer
 from gregale.inference.generate import Sampling
 from gregale.programs.runtime.evaluation import Evaluator, evaluation_text
 from gregale.programs.runtime.sampler import training_sampler
 from gregale.programs.runtime.trained_model import open_trained
-from tests.programs.test_sample import greedy_by_full_passes
-from tests.programs.tiny import lines
+from tests.model import oracle
+from tests.programs.tiny import lines, trained
 
 COMMON = ["--steps=4", "--batch.microbatches=1", "--model.layers=4", "--mesh.model=1", "--mesh.stage=2"]
 COMMON += ["--pipeline.repeats=2"]
@@ -21,10 +23,23 @@ COMMON += ["--pipeline.repeats=2"]
 @pytest.fixture(scope="module")
 def run(inputs) -> Path:
     """The directory of the undisturbed run, in two stages of layers 0 and 2, 1 and 3."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(inputs)
-        assert main(["train", "tiny.yaml", "--name", "pipelined", *COMMON]) == 0
-    return inputs / "runs" / "pipelined"
+    return trained(inputs, "tiny.yaml", "pipelined", *COMMON)
+
+
+def greedy_by_full_passes(trained, prompt: str, count: int) -> str:
+    """The likeliest token again and again, by whole forward passes of the plain model over padded tokens."""
+    config = trained.setup.config.model
+    weights = jax.tree.map(jnp.asarray, oracle.plain_weights(jax.device_get(trained.model)))
+    ids = list(prompt.encode())
+    length = len(ids) + count
+    place = np.arange(length)
+    logits = jax.jit(lambda tokens: oracle.logits(weights, tokens, place, np.zeros(length), config))
+    for at in range(len(ids), length):
+        padded = np.zeros(length, np.int32)
+        padded[:at] = ids
+        ids.append(int(np.argmax(np.asarray(logits(padded))[at - 1, :257])))
+    assert 256 not in ids, "the text ended; the comparison would be short"
+    return bytes(ids[-count:]).decode(errors="replace")
 
 
 def test_it_is_evaluated_on_its_own_mesh_and_sampled_on_one_device(run, gregale, evaluated, capsys):

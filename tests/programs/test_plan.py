@@ -181,11 +181,8 @@ def test_every_stage_is_planned_and_the_largest_is_shown(planned, capsys, monkey
         (["--search", "--stages", "[{from: 3}]"], "stages is given, and a search is of one stage"),
     ],
 )
-def test_mistakes_are_one_clear_line(arguments, message, capsys):
-    assert main(["plan", QUICKSTART, *SMALL, *arguments]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
+def test_mistakes_are_one_clear_line(arguments, message, refusal):
+    assert message in refusal("plan", QUICKSTART, *SMALL, *arguments)
 
 
 def test_a_missing_compiler_is_told(monkeypatch):

@@ -90,16 +90,14 @@ def test_json_has_all_figures(listed):
     assert found.items() >= expected.items()
 
 
-def test_nothing_there_is_said(listed, tmp_path, capsys):
+def test_nothing_there_is_said(listed, refusal, tmp_path, capsys):
     assert "no run matches" in listed("--name", "none")
     assert main(["runs", str(tmp_path)]) == 0
     assert "no run yet" in capsys.readouterr().out
-    assert main(["runs", str(tmp_path / "none")]) == 2
-    assert "does not exist" in capsys.readouterr().err
-    assert main(["runs", "/etc/passwd"]) == 2
-    assert "/etc/passwd is a file; runs lie in a folder" in capsys.readouterr().err
-    assert main(["runs", str(tmp_path), "--state", "ended"]) == 2
-    assert "Valid choices: running, complete, stopped, damaged, imported" in capsys.readouterr().err
+    assert "does not exist" in refusal("runs", tmp_path / "none")
+    assert "/etc/passwd is a file; runs lie in a folder" in refusal("runs", "/etc/passwd")
+    states = "Valid choices: running, complete, stopped, damaged, imported"
+    assert states in refusal("runs", tmp_path, "--state", "ended")
 
 
 def test_how_long_ago():

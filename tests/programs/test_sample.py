@@ -6,8 +6,6 @@ import re
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from gregale.axes.layout import MeshConfig
@@ -18,7 +16,6 @@ from gregale.programs.runtime.trained_model import on_devices, open_trained, set
 from gregale.programs.sample import context_of
 from gregale.runs.config import BatchConfig, EvaluationConfig, TrainConfig
 from gregale.runs.run_directory import RunDirectory
-from tests.model import oracle
 
 GREEDY = Sampling(temperature=0)
 PROMPT = "the wind "
@@ -43,29 +40,6 @@ class Writer:
 @pytest.fixture(scope="module")
 def sampler(trained, whole):
     return Writer(trained, whole)
-
-
-def greedy_by_full_passes(trained, prompt: str, count: int) -> str:
-    """The likeliest token again and again, by whole forward passes of the plain model over padded tokens."""
-    config = trained.setup.config.model
-    weights = jax.tree.map(jnp.asarray, oracle.plain_weights(jax.device_get(trained.model)))
-    ids = list(prompt.encode())
-    length = len(ids) + count
-    place = np.arange(length)
-    logits = jax.jit(lambda tokens: oracle.logits(weights, tokens, place, np.zeros(length), config))
-    for at in range(len(ids), length):
-        padded = np.zeros(length, np.int32)
-        padded[:at] = ids
-        ids.append(int(np.argmax(np.asarray(logits(padded))[at - 1, :257])))
-    assert 256 not in ids, "the text ended; the comparison would be short"
-    return bytes(ids[-count:]).decode(errors="replace")
-
-
-def test_greedy_is_the_argmax_of_full_passes(trained, sampler):
-    longer = "sea " * 40
-    assert len(longer) > trained.setup.config.batch.sequence_length
-    for prompt in (PROMPT, longer):
-        assert sampler.text(prompt, 12, GREEDY) == greedy_by_full_passes(trained, prompt, 12)
 
 
 def test_a_run_on_a_mesh_samples_the_same_on_one_device_by_its_seed(whole, sampler):

@@ -2,16 +2,24 @@
 
 import shutil
 from pathlib import Path
-from threading import current_thread, main_thread
+from threading import main_thread
 
-import jax
 import pytest
 
 from gregale.checkpoint.store import Checkpoints
 from gregale.programs.train.loop import MeshSteps
 from gregale.storage.jsonl import read_entries
 from gregale.streams import LEFT_AT_EXIT
-from tests.programs.tiny import assert_same_state, checkpoint_steps, killed, lines, losses
+from tests.programs.tiny import (
+    assert_same_state,
+    checkpoint_steps,
+    compilations,
+    content,
+    killed,
+    lines,
+    losses,
+    trained,
+)
 from tests.runs.runs import write_starts
 
 MORE, DILOCO = "{type: text, files: ['text/[0-3].txt'], weight: 3}", "{type: diloco, period: 2}"
@@ -42,24 +50,15 @@ def train(gregale, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def compiled() -> list[tuple[str, str]]:
-    """The programs that the undisturbed run has compiled, with the names of their threads."""
-    return []
+def undisturbed(inputs) -> tuple[Path, list[tuple[str, str]]]:
+    """The undisturbed run in stages, and the programs that it has compiled, with the names of their threads."""
+    with compilations() as compiled:
+        return trained(inputs, "tiny.yaml", "staged", "--stages", stages()), compiled
 
 
 @pytest.fixture
-def staged(train, inputs, compiled) -> Path:
-    """The undisturbed run in stages."""
-
-    def listen(event: str, _: float, **about: str | int) -> None:
-        if event.endswith("backend_compile_duration"):
-            compiled.append((str(about["fun_name"]), current_thread().name))
-
-    if not (run := inputs / "runs" / "staged").exists():
-        jax.monitoring.register_event_duration_secs_listener(listen)
-        assert train("staged", "--stages", stages()) == 0
-        jax.monitoring.unregister_event_duration_listener(listen)
-    return run
+def staged(undisturbed) -> Path:
+    return undisturbed[0]
 
 
 def test_it_equals_resuming_by_hand(train, staged, inputs):
@@ -87,8 +86,9 @@ def test_it_equals_resuming_by_hand(train, staged, inputs):
     assert tokens == [256 * step for step in range(1, 8)] + [256 * 7 + 1024 * step for step in range(1, 6)]
 
 
-def test_no_stage_waits_for_its_programs(staged, compiled):
+def test_no_stage_waits_for_its_programs(undisturbed):
     """A thread compiles the steps of each stage but the first, and the averages and evaluation of the last, DiLoCo."""
+    _, compiled = undisturbed
     steps = [thread for name, thread in compiled if name == "jit(counted_step)"]
     assert steps[-3:] == [LEFT_AT_EXIT] * 3
     assert steps[:-3] in ([], [main_thread().name]), "another test may have compiled the first"
@@ -115,15 +115,11 @@ def test_killed_after_a_boundary_it_takes_it_again(train, staged, inputs):
     assert_same_state(run, staged, 12)
 
 
-def files_of(run: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(run)): path.read_bytes() for path in run.rglob("*") if path.is_file()}
-
-
 def test_a_branch_equals_the_run_that_goes_on(train, staged, inputs, refused):
     """Its optimizer's state, data and step are those of the other run, which stays as it is."""
     trunk, branch = inputs / "runs" / "trunk", ["--start_from", "trunk", "--stage", "3", "--stages"]
     assert train("trunk", "--stages", stages(), stop=7) == STOPPED
-    before = files_of(trunk)
+    before = content(trunk)
     assert train("branch", *branch, stages()) == 0
     assert losses(inputs / "runs" / "branch") == losses(staged)[7:]
     tokens = [[line["tokens"] for line in lines(run) if "tokens" in line] for run in (inputs / "runs/branch", staged)]
@@ -135,7 +131,7 @@ def test_a_branch_equals_the_run_that_goes_on(train, staged, inputs, refused):
     assert train("other branch", *branch, other, stop=9) == STOPPED, "another mixture"
     assert train("other branch", *branch, other) == 0, "the same command resumes it"
     assert [step for step, _ in losses(inputs / "runs" / "other branch")] == [8, 9, 10, 11, 12]
-    assert files_of(trunk) == before
+    assert content(trunk) == before
 
     command = ["train", "tiny.yaml", "--name", "never", "--stages", stages(), "--start_from", "trunk", "--stage"]
     assert "--stage is 5, but the configuration has 4 stage(s); 2 to 4 would work" in refused(*command, "5")

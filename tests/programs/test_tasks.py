@@ -18,7 +18,7 @@ from gregale.programs.runtime.evaluation import Scorer, SlidingEvaluation, halve
 from gregale.programs.runtime.trained_model import open_trained
 from tests.evaluation.tasks.test_windows import stream_of
 from tests.huggingface.hub import CONTEXT, made
-from tests.programs.tiny import WORDS, lines
+from tests.programs.tiny import WORDS, lines, trained
 
 END = BytesTokenizer.end_of_document
 LONG = "the north wind and the sea " * 9  # four windows
@@ -118,7 +118,7 @@ def expected_figures(model) -> dict[str, float]:
     return figures
 
 
-def test_figures_are_those_of_transformers(gregale, tasks, model, capsys):
+def test_figures_are_those_of_transformers(gregale, printed, tasks, model, capsys):
     capsys.readouterr()
     files = sorted(str(path) for path in tasks.glob("*.jsonl"))
     assert gregale("eval", "mine", "--tasks", *files, "--json") == 0
@@ -131,12 +131,11 @@ def test_figures_are_those_of_transformers(gregale, tasks, model, capsys):
         assert value == pytest.approx(expected[key], rel=1e-4), key
     assert 0 < figures["acc.choice"] < 1, "some are right"
     assert "choice: questions longer than the model's context, which are cut on the left: 1 of 13." in err
-    assert gregale("eval", "mine", "--tasks", str(tasks / "*.jsonl")) == 0
-    table = capsys.readouterr().out
+    table = printed("eval", "mine", "--tasks", str(tasks / "*.jsonl"))
     assert f"{figures['acc.choice']:.4g} ± {figures['acc_stderr.choice']:.2g}" in table
 
 
-def test_generated_answers_are_those_of_transformers(gregale, inputs, model, capsys):
+def test_generated_answers_are_those_of_transformers(evaluated, inputs, model):
     import torch
 
     prompt = "the sea: "
@@ -146,9 +145,7 @@ def test_generated_answers_are_those_of_transformers(gregale, inputs, model, cap
     answer = BytesTokenizer().decode(ids[: np.argmax([*(ids == END), True])]).partition("\n\n")[0]
     lines = [{"kind": "exact_match"}, {"context": prompt, "answer": answer}, {"context": "the ", "answer": "nothing"}]
     (inputs / "made.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    capsys.readouterr()
-    assert gregale("eval", "mine", "--tasks", "made.jsonl", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["exact_match.made"] == 0.5
+    assert evaluated("mine", "--tasks", "made.jsonl")["exact_match.made"] == 0.5
 
 
 def test_sliding_windows_are_those_of_transformers(inputs, model, evaluated):
@@ -190,16 +187,12 @@ def test_bits_are_those_of_the_bytes_of_the_text(gregale, inputs, model, evaluat
     assert figures["bits_per_byte"] == pytest.approx(figures["eval_loss"] / math.log(2) * CONTEXT / (32 * 3 - 1))
 
 
-def test_names_of_special_tokens_in_tasks_are_told_or_are_the_tokens(gregale, inputs, model, capsys):
+def test_names_of_special_tokens_in_tasks_are_told_or_are_the_tokens(printed, inputs, model):
     record = {"context": "the <|end_of_document|>", "choices": ["sea", "wind"], "answer": 0}
     (inputs / "special.jsonl").write_text(json.dumps(record) + "\n" + json.dumps(TIE))
-    capsys.readouterr()
-    assert gregale("eval", "mine", "--tasks", "special.jsonl") == 0
-    assert (
-        "2 names of special tokens in the tasks are encoded as characters, most often <|end" in capsys.readouterr().out
-    )
-    assert gregale("eval", "mine", "--tasks", "special.jsonl", "--parse_special") == 0
-    assert "special tokens" not in capsys.readouterr().out
+    told = "2 names of special tokens in the tasks are encoded as characters, most often <|end"
+    assert told in printed("eval", "mine", "--tasks", "special.jsonl")
+    assert "special tokens" not in printed("eval", "mine", "--tasks", "special.jsonl", "--parse_special")
 
 
 def test_texts_are_scored_together(model, gregale):
@@ -250,18 +243,15 @@ STEPS = ["--steps=4", "--optimizer.schedule.warmup=1", "--model.parametrisation.
 @pytest.fixture(scope="module")
 def run(inputs, tasks) -> Path:
     """A run that scores tasks beside its held-out text."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(inputs)
-        chosen = ["--evaluation.every", "2", "--evaluation.tasks", "[tasks/gap.jsonl, tasks/match.jsonl]"]
-        chosen += ["--export.every", "4", "--data.validation", "{words: {type: text, files: [text/0.txt]}}"]
-        assert main(["train", "tiny.yaml", "--name", "tasked", *STEPS, *chosen]) == 0
-    return inputs / "runs" / "tasked"
+    chosen = ["--evaluation.every", "2", "--evaluation.tasks", "[tasks/gap.jsonl, tasks/match.jsonl]"]
+    chosen += ["--export.every", "4", "--data.validation", "{words: {type: text, files: [text/0.txt]}}"]
+    return trained(inputs, "tiny.yaml", "tasked", *STEPS, *chosen)
 
 
 MEASURED = (("gap", "acc"), ("match", "acc"), ("match", "perplexity"))
 
 
-def test_a_run_scores_tasks_at_each_evaluation(gregale, run, evaluated, capsys):
+def test_a_run_scores_tasks_at_each_evaluation(printed, run, evaluated):
     first, last = (line for line in lines(run) if "eval_loss" in line)
     assert (first["step"], last["step"]) == (2, 4)
     names = [f"{figure}{error}.{task}" for task, figure in MEASURED for error in ("", "_stderr")]
@@ -270,8 +260,7 @@ def test_a_run_scores_tasks_at_each_evaluation(gregale, run, evaluated, capsys):
     assert last["perplexity.match"] < first["perplexity.match"], "it learns its words"
     assert evaluated("tasked") == last
     alone = evaluated("tasked", "--tasks", "tasks/match.jsonl")
-    assert gregale("eval", "tasked", "--stride", "32") == 0
-    text, table = capsys.readouterr().out.split("± the standard error\n")
+    text, table = printed("eval", "tasked", "--stride", "32").split("± the standard error\n")
     assert "; words: " in text
     assert "perplexity" in table
     assert "bits_per_byte" not in table, "it has figures of tasks alone"
@@ -305,13 +294,11 @@ def test_every_mesh_finds_what_transformers_finds_of_the_export(gregale, run, in
         assert (value, greedy) == (pytest.approx(expected[0], rel=1e-4), expected[1])
 
 
-def test_tasks_alone_make_an_evaluation(gregale, run, evaluated, refused, capsys):
+def test_tasks_alone_make_an_evaluation(printed, run, evaluated, refused):
     arguments = [*STEPS, "--data.held_out=0", "--evaluation.tasks=tasks/match.jsonl", "--evaluation.every=4"]
-    assert gregale("train", "tiny.yaml", "--name", "alone", *arguments) == 0
-    assert "Done. Tasks: match acc " in capsys.readouterr().out
+    assert "Done. Tasks: match acc " in printed("train", "tiny.yaml", "--name", "alone", *arguments)
     (figures,) = [line for line in lines(run.parent / "alone") if "acc.match" in line]
     assert "eval_loss" not in figures
     assert evaluated("alone") == figures
     assert "has no text to evaluate on" in refused("eval", "alone", "--stride", "4")
-    assert gregale("train", "tiny.yaml", "--name", "alone", *arguments) == 0
-    assert "alone is complete" in capsys.readouterr().out
+    assert "alone is complete" in printed("train", "tiny.yaml", "--name", "alone", *arguments)

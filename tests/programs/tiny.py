@@ -7,8 +7,10 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import chdir, contextmanager
 from pathlib import Path
+from threading import current_thread
 from types import MappingProxyType
 from typing import Any
 
@@ -19,6 +21,7 @@ import yaml
 
 from gregale.checkpoint.manifest import committed_steps, folder_name, root_of
 from gregale.checkpoint.store import Checkpoints
+from gregale.cli import main
 from gregale.storage import StoragePath
 from tests.forked import Popen
 
@@ -115,6 +118,37 @@ def lines(run: StoragePath) -> list[dict[str, Any]]:
 
 def losses(run: StoragePath) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in lines(run) if "loss" in line]
+
+
+def trained(folder: Path, config: str, name: str, *arguments: str) -> Path:
+    """The directory of a run that is trained in this process."""
+    with chdir(folder):
+        assert main(["train", config, "--name", name, *arguments]) == 0
+    return folder / "runs" / name
+
+
+@contextmanager
+def compilations() -> Iterator[list[tuple[str, str]]]:
+    """The programs that are compiled meanwhile, with the names of their threads."""
+    found: list[tuple[str, str]] = []
+
+    def listen(event: str, _: float, **about: str | int) -> None:
+        if event.endswith("backend_compile_duration"):
+            found.append((str(about["fun_name"]), current_thread().name))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield found
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def again(run: Path) -> list[str]:
+    """The command of the undisturbed run once more, for a copy of it."""
+    return ["train", "tiny.yaml", "--name", run.name, "--runs", str(run.parent), *EVALUATE]
+
+
+def content(folder: Path) -> dict[Path, bytes]:
+    """The files below a folder."""
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def checkpoint_steps(run: StoragePath) -> list[int]:

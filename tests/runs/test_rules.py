@@ -28,7 +28,6 @@ MIXER = "--plugins '[causal_mixer]' --model.type causal_mixer"
 DPO = (
     "--start_from x --objective.type dpo --data.sources.words '{type: chat, form: pairs, packing: pad, files: [none]}'"
 )
-ORPO = f"{DPO} --plugins '[orpo]' --objective.type orpo"
 PIPELINE = "--pipeline.repeats 1 --model.layers 4"
 STAGES, MIXTURES = f"{PIPELINE} --mesh.stage 2", "--data.replica_mixtures '[{words: 1}, {words: 1}]'"
 REFUSED = [  # in the order of the rules: arguments, and what the message has beside the text of the rule

@@ -9,9 +9,9 @@ import os
 import pytest
 import zstandard
 
-from gregale.data.sources import CsvSource, JsonLinesSource, Skipped, TextSource, base, text
-from gregale.data.sources import text as jsonl
+from gregale.data.sources import CsvSource, JsonLinesSource, TextSource, base, text
 from gregale.errors import UserError
+from tests.data.conftest import read
 
 PACK = {
     "gzip": gzip.compress,
@@ -21,11 +21,6 @@ PACK = {
 }
 TEXTS = [f"document {number} ü" for number in range(3000)]
 LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
-
-
-def read(source) -> tuple[list[str], Skipped]:
-    skipped = Skipped()
-    return [one.content for part in source.parts() for one in source.read(part, skipped)], skipped
 
 
 @pytest.fixture
@@ -39,8 +34,8 @@ def made(tmp_path):
 
 @pytest.mark.parametrize("pack", PACK.values(), ids=PACK)
 def test_compressed_files_are_recognised_by_their_first_bytes_in_every_format(made, contents, monkeypatch, pack):
-    for module, name, value in ((jsonl, "PART_BYTES", 999), (text, "PART_BYTES", 999), (base, "READ_BYTES", 64)):
-        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(text, "PART_BYTES", 999)
+    monkeypatch.setattr(base, "READ_BYTES", 64)
     for data, source in (
         (LINES, {"kind": JsonLinesSource}),
         ("text\n" + "\n".join(TEXTS), {"kind": CsvSource}),
@@ -110,7 +105,7 @@ def test_the_first_bytes_decide_and_not_the_name(made):
 @pytest.mark.parametrize("kind", [TextSource, JsonLinesSource, CsvSource])
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
 def test_utf_16_is_named_and_skipped_as_one_document(made, monkeypatch, kind, encoding):
-    monkeypatch.setattr(jsonl, "PART_BYTES", 100)
+    monkeypatch.setattr(text, "PART_BYTES", 100)
     data = LINES.decode().encode(encoding)
     named = f"a.txt: its text is {encoding[:6].upper()}, not UTF-8. Convert it: iconv -f"
     for content in (data, gzip.compress(data)):

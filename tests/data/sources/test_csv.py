@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gregale.data.sources import CsvSource, Skipped, TsvSource
+from gregale.data.sources import CsvSource, TsvSource
 from gregale.errors import UserError
+from tests.data.conftest import read
 
 TEXTS = ['a "quoted", word', "zwei ü", "three\nlines\r\nhere", "x" * 200_000, " spaced "]
 
@@ -62,8 +63,7 @@ BAD = [
 def test_a_bad_record_is_named_with_its_first_line_and_may_be_skipped(tmp_path, data, message, rest):
     with pytest.raises(UserError, match=rf"a\.csv, {message}"):
         list(source_of(tmp_path, data).documents())
-    source, skipped = source_of(tmp_path, data, on_bad_document="skip"), Skipped()
-    found = [document.content for part in source.parts() for document in source.read(part, skipped)]
+    found, skipped = read(source_of(tmp_path, data, on_bad_document="skip"))
     assert (found, skipped.count) == (rest, 1)
 
 

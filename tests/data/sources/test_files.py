@@ -10,7 +10,6 @@ import pytest
 import zstandard
 
 from gregale.data.sources import JsonLinesSource, ParquetSource, TextSource, TokensSource, tables, text
-from gregale.data.sources import text as jsonl
 from gregale.data.sources.base import files_of
 from gregale.errors import UserError
 
@@ -54,7 +53,6 @@ def formats(tmp_path):
 
 def test_every_format_reads_alike_from_a_store(formats, tmp_path, s3, contents, monkeypatch):
     monkeypatch.setattr(text, "PART_BYTES", 100)
-    monkeypatch.setattr(jsonl, "PART_BYTES", 100)
     monkeypatch.setattr(tables, "PART_TOKENS", 100)
     monkeypatch.setattr(tables, "READ_TOKENS", 150)
     for name, source in formats.items():

@@ -2,7 +2,7 @@
 
 import importlib.util
 import sys
-import types
+from unittest.mock import Mock
 
 import pytest
 
@@ -49,10 +49,7 @@ def test_a_path_is_needed():
 
 def test_whatever_the_library_raises_is_a_message(monkeypatch):
     """The library's own errors are no OSErrors; where it is not installed, something has to raise one."""
-
-    def load_dataset(*_, **__):
-        raise Exception("An error occurred while generating the dataset")
-
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    failing = Mock(side_effect=Exception("An error occurred while generating the dataset"))
+    monkeypatch.setitem(sys.modules, "datasets", Mock(load_dataset=failing))
     with pytest.raises(UserError, match=r"broken: the data set could not be loaded \(An error occurred"):
         HuggingFaceSource(path="broken").parts()

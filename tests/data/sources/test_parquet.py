@@ -5,8 +5,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from gregale.data.sources import ParquetSource, Skipped
+from gregale.data.sources import ParquetSource
 from gregale.errors import UserError
+from tests.data.conftest import read
 
 
 def write(path, columns, **options):
@@ -50,8 +51,7 @@ def test_damage_inside_is_refused_with_its_row_group(tmp_path):
 
 def skipping(source):
     """The texts that a source has when it skips what is bad, and what that was."""
-    source, skipped = dataclasses.replace(source, on_bad_document="skip"), Skipped()
-    return [document.content for part in source.parts() for document in source.read(part, skipped)], skipped
+    return read(dataclasses.replace(source, on_bad_document="skip"))
 
 
 def test_a_bad_row_is_skipped_by_itself(tmp_path):

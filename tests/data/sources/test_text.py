@@ -1,11 +1,10 @@
-from itertools import pairwise
-
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gregale.data.sources import Skipped, SourceRange, TextSource, text
+from gregale.data.sources import Skipped, TextSource, text
 from gregale.errors import UserError
+from tests.data.conftest import cut, read
 
 
 def test_a_document_per_file_or_between_separators_without_byte_order_mark(tmp_path, contents):
@@ -29,9 +28,8 @@ def test_text_that_is_not_utf8_is_refused_with_its_place_or_skipped_by_itself(tm
     stops, skips = (TextSource(files=(str(path),), separator="--", on_bad_document=how) for how in ("stop", "skip"))
     with pytest.raises(UserError, match=r"a\.txt, byte 8: 0xe9 is not UTF-8"):
         list(stops.documents())
-    skipped = Skipped()
-    assert [one.content for part in skips.parts() for one in skips.read(part, skipped)] == ["one", "three"]
-    assert skipped.count == 1
+    found, skipped = read(skips)
+    assert (found, skipped.count) == (["one", "three"], 1)
     assert skipped.first[0].startswith(f"{path}, byte 8: 0xe9 is not UTF-8")
     (part,) = skips.parts()
     path.unlink()
@@ -47,8 +45,7 @@ def test_any_cut_into_parts_gives_every_document_once(tmp_path_factory, pieces, 
     path = tmp_path_factory.mktemp("cut") / "a.txt"
     path.write_bytes(data)
     source = TextSource(files=(str(path),), separator="<e>")
-    edges = [0, *sorted({cut for cut in cuts if cut < len(data)}), len(data)]
-    parts = [SourceRange(str(path), a, b, b - a) for a, b in pairwise(edges)]
+    parts = cut(path, len(data), cuts)
     found = [document for part in parts for document in source.read(part, Skipped()) if document.content]
     assert [one.content.encode() for one in found] == [each for each in data.split(b"<e>") if each]
     assert all(data[one.start :].startswith(one.content.encode()) for one in found)

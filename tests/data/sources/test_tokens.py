@@ -1,12 +1,11 @@
-from itertools import pairwise
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gregale.data.sources import Skipped, SourceRange, TokensSource
+from gregale.data.sources import TokensSource
 from gregale.errors import UserError
+from tests.data.conftest import cut, read
 
 TOKENS = [5, 6, 0, 7, 0, 0, 8, 9]
 
@@ -28,9 +27,7 @@ def test_any_cut_into_parts_gives_every_document_once(tmp_path_factory, tokens, 
     path = tmp_path_factory.mktemp("cut") / "a.bin"
     np.array(tokens, np.uint16).tofile(path)
     source = TokensSource(files=(str(path),), end_of_document=0)
-    edges = [0, *sorted({cut for cut in cuts if cut < len(tokens)}), len(tokens)]
-    parts = [SourceRange(str(path), a, b, b - a) for a, b in pairwise(edges)]
-    found = [token for part in parts for one in source.read(part, Skipped()) for token in [*one.content.tolist(), 0]]
+    found = [token for one in read(source, cut(path, len(tokens), cuts))[0] for token in [*one.tolist(), 0]]
     assert found == (tokens if tokens[-1] == 0 else [*tokens, 0])
 
 
@@ -59,8 +56,7 @@ def test_a_file_of_no_tokens_is_skipped_whole(tmp_path):
     (tmp_path / "b.bin").write_bytes(b"123")
     (tmp_path / "c.npy").write_bytes(b"not an array")
     source = TokensSource(files=(f"{tmp_path}/?.*",), on_bad_document="skip")
-    skipped = Skipped()
-    found = [one.content.tolist() for part in source.parts() for one in source.read(part, skipped)]
-    assert (found, skipped.count) == ([[5, 6]], 2)
+    found, skipped = read(source)
+    assert ([each.tolist() for each in found], skipped.count) == ([[5, 6]], 2)
     with pytest.raises(UserError, match=r"dtype is 'float32'\. .*Valid choices: uint16, uint32, int32"):
         TokensSource(dtype="float32")

@@ -18,7 +18,7 @@ from gregale.programs.runtime.setup import Setup
 from gregale.programs.train.stages import PreparedStage
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
-from tests.programs.tiny import CONFIG
+from tests.programs.tiny import CONFIG, compilations
 
 nothing: Any = None
 FLEET = {
@@ -73,22 +73,18 @@ def test_a_state_goes_to_the_next_stage_and_its_mesh(monkeypatch):
     assert {array.sharding.mesh.shape["context"] for array in jax.tree.leaves(theta)} == {2}
 
     monkeypatch.setattr(PreparedStage, "evaluator", None)  # there is no text
-    stage, compiled = PreparedStage(setup, nothing, 12), []
+    stage = PreparedStage(setup, nothing, 12)
     compile_programs(stage)
     batch = {
         key: hax.named(jax.device_put(np.ones(each.array.shape, each.array.dtype), each.array.sharding), each.axes)
         for key, each in setup.abstract_batch.items()
     }
 
-    def listen(event: str, _: float, **about: str | int) -> None:
-        compiled.extend([about["fun_name"]] if event.endswith("backend_compile_duration") else [])
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    new, _ = stage.stepper(setup.method)(new, batch, 5)
-    for index in range(2):
-        theta, fragment = outer.theta(index), setup.method.fragment(index)
-        _, error = setup.method.depart(new.method, theta, fragment)
-        setup.method.norm(new.method, theta, fragment)
-        new = new._replace(method=setup.method.arrive(new.method, theta, fragment, 0.5, error))
-    jax.monitoring.unregister_event_duration_listener(listen)
+    with compilations() as compiled:
+        new, _ = stage.stepper(setup.method)(new, batch, 5)
+        for index in range(2):
+            theta, fragment = outer.theta(index), setup.method.fragment(index)
+            _, error = setup.method.depart(new.method, theta, fragment)
+            setup.method.norm(new.method, theta, fragment)
+            new = new._replace(method=setup.method.arrive(new.method, theta, fragment, 0.5, error))
     assert compiled == []

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from gregale.cli import main
 from gregale.errors import UserError
 from gregale.islands.lighthouse import LighthouseOptions
 from gregale.islands.lighthouse import main as lighthouse
@@ -26,15 +25,11 @@ def test_what_a_fleet_says_and_its_secret_stay_on_this_machine():
         ("island", ["--islands.lighthouse", "10.0.0.2:29510"], "islands.token_file is not set"),
     ],
 )
-def test_a_mistake_is_one_line(command, arguments, says, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_a_mistake_is_one_line(command, arguments, says, inputs, refusal):
     model = "{type: llama, layers: 1, hidden: 48, heads: 2, kv_heads: 2}"
-    (tmp_path / "tiny.yaml").write_text(f"name: tiny\nsteps: 4\nmodel: {model}\n")
-    assert main([command, "tiny.yaml", *arguments]) == 2
-    text = capsys.readouterr().err
-    assert says in text
-    assert "Traceback" not in text
-    assert not (tmp_path / "runs" / "tiny").exists()
+    (inputs / "small.yaml").write_text(f"name: small\nsteps: 4\nmodel: {model}\n")
+    assert says in refusal(command, "small.yaml", *arguments)
+    assert not (inputs / "runs" / "small").exists()
 
 
 def test_a_lighthouse_does_not_start_without_the_secret_of_its_fleet(tmp_path):

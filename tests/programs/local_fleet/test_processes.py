@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -10,6 +9,7 @@ from gregale.atomic_files import is_process_dead
 from gregale.distributed.agreement import read_token
 from gregale.errors import Busy
 from gregale.islands.local_fleet import claimed, end, end_of, make_token
+from tests.distributed.test_liveness import within
 
 
 def test_a_token_is_made_once_and_can_be_read(tmp_path):
@@ -28,7 +28,7 @@ def test_a_second_command_for_a_fleet_is_refused_until_the_first_has_ended(tmp_p
         pass
 
 
-def test_processes_end_and_those_that_have_ended_are_left(tmp_path):
+def test_processes_end_and_those_that_have_ended_are_left():
     sleeping = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     done = subprocess.Popen([sys.executable, "-c", ""])
     done.wait()
@@ -50,10 +50,7 @@ time.sleep(600)
         assert process.stdout is not None
         child = int(process.stdout.readline())
         process.kill()
-    until = time.monotonic() + 20
-    while not is_process_dead(child) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert is_process_dead(child)
+    assert within(lambda: is_process_dead(child))
 
 
 def test_an_error_is_called_one_by_its_reader_alone(tmp_path):

@@ -116,7 +116,7 @@ def chatty(inputs, whole):
     return folder
 
 
-def test_answers_are_the_same_in_a_conversation_and_in_a_file(gregale, inputs, chatty, monkeypatch, capsys):
+def test_answers_are_the_same_in_a_conversation_and_in_a_file(gregale, printed, inputs, chatty, monkeypatch, capsys):
     drawn = ["chatty", "--temperature", "0", "--tokens", "4"]
     monkeypatch.setattr("sys.stdin", io.StringIO("a\n\nü"))
     assert gregale("sample", *drawn, "--chat", "--system", "s") == 0
@@ -125,14 +125,13 @@ def test_answers_are_the_same_in_a_conversation_and_in_a_file(gregale, inputs, c
     talks = [{"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": text}]} for text in "aü"]
     talks[0]["id"], talks[1]["seed"] = 7, 3
     (inputs / "talks.jsonl").write_text("".join(json.dumps(each) + "\n" for each in talks))
-    assert gregale("sample", *drawn, "--messages", "talks.jsonl") == 0
-    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    found = [json.loads(line) for line in printed("sample", *drawn, "--messages", "talks.jsonl").splitlines()]
     assert [each["text"] for each in found] == out.splitlines()
     assert list(found[0]) == ["id", "messages", "text", "tokens", "ended", "seed"]
     assert (found[0]["id"], found[1]["messages"], found[1]["seed"]) == (7, talks[1]["messages"], 3)
 
 
-def test_tasks_ask_by_the_template(gregale, inputs, chatty, refused, capsys):
+def test_tasks_ask_by_the_template(inputs, chatty, evaluated, refused):
     talk = [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]
     lines = [{"kind": "exact_match"}, {"messages": talk, "answer": "1"}, {"context": "b", "answer": "1"}]
     for name, own in {"mixed": lines, "plain": [lines[0], lines[2]]}.items():
@@ -145,8 +144,7 @@ def test_tasks_ask_by_the_template(gregale, inputs, chatty, refused, capsys):
     assert (plain.prompts, plain.stops) == ([form.ids("b")], ["\n\n"])
     (mixed, plain), ends = (asked := asked_in(tasks, run, form, chat=True)).prompts, asked.form.ends
     assert (mixed.prompts, plain.prompts, ends) == (spoken, spoken[1:], chat.form.ends)
-    assert gregale("eval", "chatty", "--json", "--tasks", "mixed.jsonl") == 0
-    assert json.loads(capsys.readouterr().out)["exact_match.mixed"] == 0
+    assert evaluated("chatty", "--tasks", "mixed.jsonl")["exact_match.mixed"] == 0
     assert "whole has no chat template" in refused("eval", "whole", "--chat", "--tasks", "plain.jsonl")
 
 

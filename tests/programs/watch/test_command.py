@@ -4,7 +4,6 @@ import os
 import signal
 import sys
 import threading
-import time
 import urllib.request
 from contextlib import contextmanager, redirect_stdout
 from queue import Queue
@@ -14,6 +13,7 @@ import pytest
 from gregale.cli import main
 from gregale.programs import live_page
 from gregale.runs.history import runs_of
+from tests.distributed.test_liveness import within
 from tests.runs.runs import write_run
 
 
@@ -42,10 +42,7 @@ def test_a_signal_ends_it_and_gives_the_terminal_back(folder, capsys, monkeypatc
     before = signal.getsignal(number)
 
     def stop() -> None:
-        until = time.monotonic() + 60
-        while signal.getsignal(number) is before and time.monotonic() < until:
-            time.sleep(0.01)
-        if signal.getsignal(number) is not before:  # else it would end the tests
+        if within(lambda: signal.getsignal(number) is not before, 60):  # else it would end the tests
             os.kill(os.getpid(), number)
 
     stopping = threading.Thread(target=stop)
@@ -109,9 +106,7 @@ def test_islands_are_followed_to_their_end_and_before_all_a_line_says_so(folder,
     write_run(folder / "f-a", 5)
 
     def begin() -> None:
-        until = time.monotonic() + 60
-        while "f-a stopped" not in (folder / "said").read_text() and time.monotonic() < until:
-            time.sleep(0.02)
+        within(lambda: "f-a stopped" in (folder / "said").read_text(), 60)
         write_run(folder / "f-b", 10, **begun)
         write_run(folder / "c", 10, **begun)
         (folder / "c" / "metrics.jsonl").rename(folder / "f-a" / "metrics.jsonl")
