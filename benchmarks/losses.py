@@ -286,7 +286,7 @@ def draw_by_bytes(results: dict[Setting, list[Result]], path: Path) -> None:
     axes.set(
         xscale="log", xlabel="megabytes that a replica sends after the warm-up", ylabel="held-out loss, nats a token"
     )
-    axes.margins(x=0.25)
+    axes.margins(x=0.25, y=0.1)
     axes.grid(alpha=0.3)
     figure.savefig(path, transparent=True, metadata={"Date": None})
 
