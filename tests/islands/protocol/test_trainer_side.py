@@ -69,6 +69,17 @@ def test_a_round_is_due_once_after_its_steps(side):
     assert not starved.says_due(0, starved=True)
 
 
+def test_without_data_it_announces_the_round_after_one_that_left_its_message_out(side):
+    """No other island may be there to do so."""
+    side.steps(5)
+    side.sends(0)
+    side.commits(0, weight=0.0)
+    assert side.arrival(is_last=True) == ApplyRound(0, 0.0)
+    assert not side.says_due(1)
+    assert side.says_due(1, starved=True)
+    assert not side.says_due(1, starved=True)
+
+
 @pytest.mark.parametrize(("weight", "steps"), [(0.0, 5), (1.0, 5 + 2)])
 def test_a_round_is_due_again_as_many_steps_and_tau_after_its_message(side, weight, steps):
     side.sends(0, weight)

@@ -263,7 +263,10 @@ class TrainerSide:
         made = (
             min(made, handover.steps) if handover.early else made
         )  # its message is of steps before the last round too
-        return made >= needed or (starved and (made > 0 or not handover.sent)) or self._is_overdue(now)
+        # A message that a round has left out brings no next round: alone, an island without data would wait for ever.
+        left_out = not (handover.due or handover.early)
+        is_idle = starved and (made > 0 or not handover.sent or left_out)
+        return made >= needed or is_idle or self._is_overdue(now)
 
     def _is_overdue(self, now: float) -> bool:
         """Return whether the others, which are faster, announce no round any more, or not to this island."""
