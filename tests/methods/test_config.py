@@ -128,7 +128,7 @@ def documented() -> list[tuple[str, ...]]:
 @pytest.mark.parametrize("arguments", documented(), ids=lambda arguments: " ".join(arguments))
 def test_every_documented_choice_works_with_its_documented_defaults(arguments):
     """A step without a gradient leaves what the outer optimizer moves as it is."""
-    model = {"type": "llama", "layers": 3, "hidden": 8, "heads": 1, "kv_heads": 1, "mlp": 8}
+    model = {"type": "llama", "layers": 3, "hidden": 32, "heads": 1, "kv_heads": 1, "mlp": 8}
     given = {"name": "a", "steps": 9, "model": model, "mesh": {"replica": 2}, "batch": {"size": 2}}
     config = load(TrainConfig, given, arguments)
     assert load(TrainConfig, draccus.encode(config)) == config, "as a run's config.yaml has it"

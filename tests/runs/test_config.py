@@ -144,6 +144,7 @@ ANOTHER = {
     "nesterov": "other",
     "momentum": 0.5,
     "iterations": 2,
+    "heads": True,
     "rms": None,
     "adamw_learning_rate": 0.1,
     "clip_update_norm": 3.0,

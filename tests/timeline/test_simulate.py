@@ -27,7 +27,7 @@ BANDWIDTHS = np.logspace(-1, 3, 9)
 DOCUMENT = Path(__file__).parents[2] / "docs" / "simulate.md"
 
 # Gbit/s for 50, 80, 90, 95 and 99 percent, a row for each of PAPER_METHODS: what the page has of ours and the paper's.
-ROWS = [line.split("|")[3:8] for line in DOCUMENT.read_text().splitlines() if " / " in line and line[0] == "|"]
+ROWS = [line.split("|")[3:8] for line in DOCUMENT.read_text().splitlines() if line.count(" / ") == 5]
 SHOWN = np.array([[[float(number) for number in pair.split("/")] for pair in row] for row in ROWS])
 MODELS = ("1b", "10b", "100b")
 PAPER = dict(zip(MODELS, np.split(SHOWN[..., 1], 3), strict=True))

@@ -9,7 +9,7 @@ from gregale.atomic_files import is_process_dead
 from gregale.distributed.agreement import read_token
 from gregale.errors import Busy
 from gregale.islands.local_fleet import claimed, end, end_of, make_token
-from tests.distributed.test_liveness import within
+from tests.waiting import until
 
 
 def test_a_token_is_made_once_and_can_be_read(tmp_path):
@@ -50,7 +50,7 @@ time.sleep(600)
         assert process.stdout is not None
         child = int(process.stdout.readline())
         process.kill()
-    assert within(lambda: is_process_dead(child))
+    until(lambda: is_process_dead(child))
 
 
 def test_an_error_is_called_one_by_its_reader_alone(tmp_path):

@@ -13,8 +13,8 @@ import pytest
 from gregale.cli import main
 from gregale.programs import live_page
 from gregale.runs.history import runs_of
-from tests.distributed.test_liveness import within
 from tests.runs.runs import write_run
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -42,8 +42,8 @@ def test_a_signal_ends_it_and_gives_the_terminal_back(folder, capsys, monkeypatc
     before = signal.getsignal(number)
 
     def stop() -> None:
-        if within(lambda: signal.getsignal(number) is not before, 60):  # else it would end the tests
-            os.kill(os.getpid(), number)
+        until(lambda: signal.getsignal(number) is not before)  # else it would end the tests
+        os.kill(os.getpid(), number)
 
     stopping = threading.Thread(target=stop)
     stopping.start()
@@ -106,7 +106,7 @@ def test_islands_are_followed_to_their_end_and_before_all_a_line_says_so(folder,
     write_run(folder / "f-a", 5)
 
     def begin() -> None:
-        within(lambda: "f-a stopped" in (folder / "said").read_text(), 60)
+        until(lambda: "f-a stopped" in (folder / "said").read_text())
         write_run(folder / "f-b", 10, **begun)
         write_run(folder / "c", 10, **begun)
         (folder / "c" / "metrics.jsonl").rename(folder / "f-a" / "metrics.jsonl")
