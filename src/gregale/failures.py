@@ -35,7 +35,7 @@ class Failures:
 class Division:
     """A run on `chips`, in `islands` equal parts that exchange their parameters once in `round` seconds."""
 
-    chips: int
+    chips: float
     islands: int
     round: float
     heal: float  # seconds in which an island gets the outer parameters of its peers
@@ -103,7 +103,7 @@ def islands(failures: Failures, run: Division) -> float:
 
 def elastic_islands(failures: Failures, run: Division) -> float:
     """Islands that are elastic themselves: a failure is a wait of one island."""
-    return elastic(failures, Division(run.chips // run.islands, 1, run.round, run.heal))
+    return elastic(failures, Division(run.chips / run.islands, 1, run.round, run.heal))
 
 
 ALONE: dict[str, Callable[[Failures, Division], float]] = {"data-parallel": data_parallel, "elastic": elastic}

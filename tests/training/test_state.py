@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 
+from gregale.methods.average import Average
 from gregale.methods.psdp import Psdp
 from gregale.optim import Optimizer
 from gregale.training.state import Stepper, abstract_state, initial_state, state_shardings
@@ -98,3 +99,13 @@ def test_it_is_as_if_the_skipped_batches_had_not_been_there():
 def test_the_state_stays_where_it_belongs(trained):
     for leaf, sharding in zip(jax.tree.leaves(trained.state), jax.tree.leaves(trained.shardings), strict=True):
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+
+
+def test_an_average_has_parameters_from_its_beginning_and_none_of_them_after_its_first_addition():
+    average = Average.begin({"a": jnp.asarray([3.0, -1.0])})
+    found = [
+        average,
+        *(average := average.with_added({"a": jnp.asarray(value)}, 0.9) for value in ([5.0, 0.0], [7.0, 2.0])),
+    ]
+    expected = [3.0, -1.0], [5.0, 0.0], [5 + 2 / 1.9, 2 / 1.9]
+    np.testing.assert_allclose([each.parameters["a"] for each in found], expected, rtol=1e-5)

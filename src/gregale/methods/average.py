@@ -14,12 +14,12 @@ from gregale.settings import DECAY, Settings, setting, whole
 class AverageConfig(Settings):
     """An exponential moving average of the parameters, with DiLoCo of the outer ones (Polyak averaging, EMA).
 
-    With theta after the n-th multiple of `every` steps, and average_0 = 0:
+    With theta_n after the n-th multiple of `every` steps, and theta_0 with which it begins:
 
-        average_n = average_(n-1) + (1 - decay) / (1 - decay^n) (theta - average_(n-1))
+        average_0 = theta_0;  average_n = average_(n-1) + (1 - decay) / (1 - decay^n) (theta_n - average_(n-1))
 
-    It is Adam's moving average with its correction of the start: the first is theta, and none remembers the random
-    parameters longer than `decay` says. It is sharded as the optimizer's state, so that nothing is sent for it.
+    It is Adam's moving average with its correction of the start: average_1 is theta_1, so that nothing of the random
+    parameters stays. It is sharded as the optimizer's state, so that nothing is sent for it.
     """
 
     decay: float = setting(0.999, "what is kept at each addition", range=DECAY, aliases=("ema_decay",), by_topic=True)
@@ -39,15 +39,15 @@ class Average(NamedTuple):
     parameters: Tree  # float32, in the structure of the parameters, under `opt_state`
 
     @staticmethod
-    def empty(parameters: Tree) -> "Average":
-        """Return the average before the first addition, of parameters under `opt_state`."""
-        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), parameters)
-        return Average(jnp.zeros((), jnp.int32), zeros)
+    def begin(parameters: Tree) -> "Average":
+        """Return the average before the first addition: the parameters themselves, under `opt_state`."""
+        return Average(jnp.zeros((), jnp.int32), jax.tree.map(lambda leaf: leaf.astype(jnp.float32), parameters))
 
     def with_added(self, parameters: Tree, decay: float) -> "Average":
         """Return the average after one more addition."""
         count = self.count + 1
-        share = (1 - decay) / (1 - jnp.float32(decay) ** count)
+        kept = jnp.float32(decay)
+        share = (1 - kept) / (1 - kept**count)
 
         def one(average: jax.Array, theta: jax.Array) -> jax.Array:
             return average + share * (theta.astype(jnp.float32) - average)

@@ -9,11 +9,12 @@ from haliax import NamedArray
 from jax.typing import ArrayLike
 
 from gregale.axes.layout import EMBED, Layout, is_named
+from gregale.axes.parameters import IN_BLOCK
 from gregale.errors import KeyedError
 
 FLOAT32, BFLOAT16, INT8 = "float32", "bfloat16", "int8"
 MOMENTS = (FLOAT32, BFLOAT16, INT8)
-BLOCK, IN_BLOCK = 16, "in_block"  # values along `embed` with one scale, and the name of their axis
+BLOCK = 16  # values along `embed` with one scale
 LARGEST, UNIT = 127, 128  # the largest code, and that of the scale itself
 
 

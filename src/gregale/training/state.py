@@ -70,7 +70,7 @@ def new_train_state(method: Method, state: Tree, step: int) -> TrainState:
 
 def new_average(method: Method, state: Tree) -> Average | None:
     """Return the average of the parameters of a method's state before the first addition; None: the run keeps none."""
-    return None if method.average is None else Average.empty(method.averaged_parameters(state))
+    return None if method.average is None else Average.begin(method.averaged_parameters(state))
 
 
 def with_average(method: Method, state: TrainState) -> TrainState:

@@ -260,9 +260,8 @@ class TrainerSide:
             is_old = self._since >= needed + self._pace.schedule.delay
             return is_old and handover.snapshot is not None and not self._pace.waits
         made = self._since - (needed == 0) if handover.due else self.undecided_steps  # another message has other steps
-        made = (
-            min(made, handover.steps) if handover.early else made
-        )  # its message is of steps before the last round too
+        if handover.early:  # its message is of steps before the last round too
+            made = min(made, handover.steps)
         # A message that a round has left out brings no next round: alone, an island without data would wait for ever.
         left_out = not (handover.due or handover.early)
         is_idle = starved and (made > 0 or not handover.sent or left_out)

@@ -192,7 +192,7 @@ def _average_template(setup: Setup, metadata: dict) -> TrainState:
             "average.evaluate, out."
         )
     layout, held = setup.layout, TrainState(None, None, None, None)
-    average = layout.abstract(jax.eval_shape(Average.empty, trainable(setup.model)), layout.params)
+    average = layout.abstract(jax.eval_shape(Average.begin, trainable(setup.model)), layout.params)
     if buffers_of(setup.model) is not None:
         held = evaluation_template(replace(setup, config=reading_average(setup.config, False)), metadata)
     return held._replace(average=average._replace(count=None))
