@@ -21,7 +21,7 @@ HANG = f"until [[ $(</proc/$PPID/stat) == *') S '* ]]; do :; done; kill -ALRM $P
 
 # Notes its words, each ended by a NUL and all by a newline of their own; then plays its part, where the play is.
 RECORDER = """#!/bin/bash
-{{ printf '%s\\0' {name} "$@"; printf '\\n\\0'; }} >>{folder}/calls
+printf '%s\\0' {name} "$@" $'\\n' >>{folder}/calls # at once, as several processes may be called
 cd {folder}
 {part}
 """
