@@ -1,16 +1,34 @@
-"""The largest attention logits: NumPy's, over all pairs of tokens that attend, on one device and on a mesh."""
+"""The largest attention logits: NumPy's, over all pairs of tokens that attend, on one device and on a mesh; QK-clip."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 import jax
 import numpy as np
 import pytest
+from haliax import NamedArray
 
+from gregale.axes.layout import REPLICA, Layout, is_named
+from gregale.cost import audit
+from gregale.methods.psdp import Psdp
 from gregale.model import layers
+from gregale.model.config import ExpertsConfig
 from gregale.model.layers import largest_logits
 from gregale.model.llama import Llama
-from tests.mesh.support import SMALL, executed, held, kernels_of, layout_of, placed, small_model, token_batch
+from gregale.model.losses import LARGEST_LOGITS
+from gregale.optim import ConstantSchedule, MuonConfig
+from tests.mesh.support import (
+    SMALL,
+    assert_trees_close,
+    executed,
+    held,
+    kernels_of,
+    layout_of,
+    placed,
+    small_model,
+    token_batch,
+)
 from tests.model import oracle
 
 
@@ -48,13 +66,98 @@ def test_a_mesh_finds_those_of_one_device():
         found.append(np.asarray(maxima(*here).array))
     assert found[0].shape == (config.layers,)
     np.testing.assert_allclose(found[1:], [found[0]] * 2, rtol=1e-5)
-    np.testing.assert_allclose(found[0], by_oracle(model, batch), rtol=1e-5)
+    np.testing.assert_allclose(found[0], by_oracle(model, batch).max(1), rtol=1e-5)
 
 
-def by_oracle(model: Llama, batch) -> list[float]:
-    """[layers]: with the model that is written again, a sequence at a time."""
+STEPS = 10
+MUON = MuonConfig(learning_rate=0.02, heads=True, schedule=ConstantSchedule())
+GROUPED = replace(SMALL, kv_heads=4, attention_bias=True)
+
+
+def steps_of(layout: Layout, limit: float | None, microbatches: int) -> tuple[Psdp, Callable]:
+    """PSDP with Muon on the small model, and its compiled step."""
+    model = small_model(GROUPED)
+    execution = executed(layout.inside_replica(), kernels=kernels_of(layout), measures_logits=limit is not None)
+    clip = None if limit is None else lambda parameters, maxima: parameters.with_logits_below(limit, maxima)
+    method = Psdp(
+        model,
+        lambda model, batch: model.loss(batch, execution),
+        MUON.build(model, STEPS, layout),
+        layout,
+        microbatches=microbatches,
+        after_update=clip,
+    )
+    return method, jax.jit(method.step, out_shardings=(method.shardings(jax.eval_shape(method.init)), None))
+
+
+@pytest.mark.parametrize("sizes", [{"replica": 2, "data": 2}, {"replica": 2, "model": 2}])
+def test_heads_with_large_logits_shrink_after_a_step(sizes):
+    """Ten steps equal those without QK-clip, each followed by a scaling in NumPy by the oracle's largest logits."""
+    batches = [token_batch(rows=8, seed=seed) for seed in range(STEPS)]
+    limit = 0.9 * float(np.median(by_oracle(small_model(GROUPED), batches[0])))
+    plain, plain_step = steps_of(layout_of(), None, 1)
+    layout = layout_of(**sizes)
+    method, step = steps_of(layout, limit, 2)
+    wanted, state = plain.init(), jax.jit(method.init, out_shardings=method.shardings(jax.eval_shape(method.init)))()
+    clipped = []
+    for batch in batches:
+        largest = by_oracle(wanted.parameters, batch)
+        wanted, metrics = plain_step(wanted, batch)
+        wanted = wanted._replace(parameters=scaled(wanted.parameters, np.sqrt(limit / np.maximum(largest, limit))))
+        state, found = step(state, held(batch, layout))
+        np.testing.assert_allclose(found.loss, metrics.loss, rtol=2e-5)
+        clipped.append(int((largest > limit).sum()))
+    assert sum(clipped) > STEPS
+    assert max(clipped) < GROUPED.layers * 4
+    assert_trees_close(state.parameters, wanted.parameters, atol=2e-5)
+    sent = audit(step.lower(state, held(batches[0], layout)).compile(), layout.mesh)
+    assert [each.bytes for each in sent.over(REPLICA) if each.kind == "all-reduce" and each.bytes == 4 * largest.size]
+    assert not [each for each in sent.over(REPLICA) if each.loop]
+
+
+def scaled(model: Llama, by: np.ndarray) -> Llama:
+    """The model with the queries and keys of each layer and group of heads times [layers, kv_heads]."""
+    attention = model.blocks.attention
+
+    def times(layer, by):
+        names = ("layers", layer.weight.axis_names[-2])
+        return jax.tree.map(lambda leaf: (leaf * NamedArray(by, names)).rearrange(leaf.axes), layer, is_leaf=is_named)
+
+    by = by.astype(np.float32)
+    queries = times(attention.query, np.repeat(by, GROUPED.heads // GROUPED.kv_heads, axis=1))
+    attention = replace(attention, query=queries, key=times(attention.key, by))
+    return replace(model, blocks=replace(model.blocks, attention=attention))
+
+
+def test_each_stack_has_the_logits_of_its_own_layers():
+    config = replace(SMALL, layers=3, dense_layers=1, experts=ExpertsConfig(count=4, active=2, width=16))
+    model, batch, layout = small_model(config), token_batch(rows=4), layout_of()
+    execution = executed(layout, measures_logits=True)
+    limit = 1.0
+
+    def after(model, batch):
+        maxima = model.loss(batch, execution).maxima
+        return (
+            maxima[LARGEST_LOGITS],
+            model.attention_logit_maxima(batch, execution),
+            model.with_logits_below(limit, maxima),
+        )
+
+    largest, of_layers, clipped = jax.jit(after)(model, batch)
+    np.testing.assert_allclose(largest.array.max(1), of_layers.array, rtol=1e-6)
+    for stack, rows in enumerate([[0], [1, 2]]):
+        before, now = (each.blocks.parts[stack].attention for each in (model, clipped))
+        by = np.sqrt(limit / np.maximum(largest.array[np.array(rows)], limit))[:, None, :, None]
+        np.testing.assert_allclose(now.query.weight.array, before.query.weight.array * by, rtol=1e-6)
+        np.testing.assert_allclose(now.key.weight.array, before.key.weight.array * by, rtol=1e-6)
+        np.testing.assert_array_equal(now.value.weight.array, before.value.weight.array)
+
+
+def by_oracle(model: Llama, batch) -> np.ndarray:
+    """[layers, kv_heads]: with the model that is written again, a sequence at a time."""
     weights, plain, config = oracle.plain_weights(model), oracle.plain_batch(batch), model.config
-    found = [-np.inf] * config.layers
+    weights, plain = jax.device_get((weights, plain))
+    found = np.full((config.layers, config.kv_heads or config.heads), -np.inf)
     for row, tokens in enumerate(plain["tokens"]):
         positions, segments = plain["positions"][row], plain["segment_ids"][row]
         x = weights["embedding"][tokens]
@@ -62,13 +165,19 @@ def by_oracle(model: Llama, batch) -> list[float]:
             turned = partial(oracle.rotate, positions=positions, config=config, layer=layer)
             taken = oracle.rms_norm(x, weights["attention_norm"][layer], config)
             q, k = (
-                np.stack([turned(taken @ each) for each in weights[name][layer].swapaxes(0, 1)])
-                for name in ("query", "key")
+                np.stack([turned(each) for each in projected(taken, weights, name, layer)]) for name in ("query", "key")
             )
             pairs = by_pairs(q.swapaxes(0, 1)[None], k.swapaxes(0, 1)[None], np.asarray(segments)[None], None)
-            found[layer] = max(found[layer], pairs.max())
+            found[layer] = np.maximum(found[layer], pairs[0])
             x = x + oracle.attention(taken, weights, layer, positions, segments, config)
             taken = oracle.rms_norm(x, weights["mlp_norm"][layer], config)
             gate, up = taken @ weights["gate"][layer], taken @ weights["up"][layer]
             x = x + (gate * jax.nn.sigmoid(gate) * up) @ weights["down"][layer]
     return found
+
+
+def projected(x, weights, name: str, layer: int) -> np.ndarray:
+    """[heads, position, head_size]"""
+    found = np.einsum("pe,ehd->hpd", x, weights[name][layer])
+    bias = weights.get(f"{name}_bias")
+    return found if bias is None else found + bias[layer][:, None]

@@ -145,6 +145,7 @@ ANOTHER = {
     "momentum": 0.5,
     "iterations": 2,
     "heads": True,
+    "qk_clip": 100.0,
     "rms": None,
     "adamw_learning_rate": 0.1,
     "clip_update_norm": 3.0,

@@ -24,6 +24,7 @@ BASE = {
 }
 TUNED, NOTHING = "--start_from x --adapter.rank 2", "--data.held_out 0"
 EXPERTS = f"{TUNED} --model.experts '{{count: 4, active: 2, width: 16}}' --adapter.targets '[query, expert_gate]'"
+QK_CLIP = "--optimizer.type muon --optimizer.qk_clip 100"
 MIXER = "--plugins '[causal_mixer]' --model.type causal_mixer"
 DPO = (
     "--start_from x --objective.type dpo --data.sources.words '{type: chat, form: pairs, packing: pad, files: [none]}'"
@@ -39,6 +40,10 @@ REFUSED = [  # in the order of the rules: arguments, and what the message has be
     (f"{TUNED} --adapter.base int8 --compute.remat none", "compute.remat is none and pipeline is null"),
     (f"{TUNED} --model.parametrisation.type complete_p", "adapter is set and model.parametrisation is set"),
     ("--model.parametrisation.type complete_p --optimizer.type sgd", "optimizer.type is sgd"),
+    (f"{QK_CLIP} --model.qk_norm true", "model.qk_norm is true"),
+    (f"{QK_CLIP} {PIPELINE}", "pipeline is set"),
+    (f"{QK_CLIP} {TUNED}", "adapter is set"),
+    (f"{QK_CLIP} {DPO}", "objective.type is dpo: optimizer.qk_clip is for"),
     ("--average.evaluate --sync.type diloco --mesh.replica 8 --sync.evaluate average", "sync.evaluate is average"),
     (f"{DPO} --start_from null", "objective.type is dpo"),
     (f"{DPO} --data.sources.words.form prompt", "data.sources.words is set"),

@@ -114,6 +114,18 @@ def reduce_replicas(sums: Tree, weight: jax.Array | int, layout: Layout, axis: s
     return jax.tree.map(one, sums, is_leaf=is_named)
 
 
+def max_over_replicas(array: NamedArray, layout: Layout, axis: str = REPLICA) -> NamedArray:
+    """Return the largest values over the axis of [replica, ...], whole on each device."""
+    names = array.axis_names[1:]
+    if axis not in layout.params:
+        return NamedArray(array.array[0], names)
+
+    def largest(local: jax.Array) -> jax.Array:
+        return jax.lax.pmax(jnp.max(local, axis=0), axis)
+
+    return NamedArray(layout.shard_map(largest, PartitionSpec(axis), PartitionSpec())(array.array), names)
+
+
 def _sum_over(array: jax.Array, axis: str, names: tuple[str, ...], layout: Layout) -> jax.Array:
     """Sum [axis, *names] under `params` over the first axis to [*names] under `opt_state`."""
     if axis not in layout.params:
@@ -168,6 +180,7 @@ class Accumulated(NamedTuple):
     weight: NamedArray  # [replica]: sum of weights
     named: dict[str, NamedArray]  # [replica]: sums of auxiliary terms and metrics
     statistics: dict[str, NamedArray]  # [replica, ...]: sums for buffers
+    maxima: dict[str, NamedArray]  # [replica, ...]: largest values, as `Losses.maxima`
 
 
 def accumulate(
@@ -193,18 +206,20 @@ def accumulate(
             found = losses_of(loss(ready, microbatch))
             return found.trained, found
 
-        def add(sums: tuple, microbatch: Tree) -> tuple[tuple, list[dict[str, NamedArray]]]:
+        def add(sums: tuple, microbatch: Tree) -> tuple[tuple, tuple]:
             (_, found), gradients = jax.value_and_grad(trained, has_aux=True)(ready, microbatch)
             gradients = inner.constrain(jax.tree.map(lambda x: x.astype(jnp.float32), gradients), inner.params)
             sums = jax.tree.map(jnp.add, sums, (gradients, hax.named(found.loss, ()), hax.named(found.weight, ())))
             named = {name: hax.named(value, ()) for name, value in found.named.items()}
-            return (inner.constrain(sums[0], inner.params), *sums[1:]), [named, dict(found.statistics)]
+            sums = inner.constrain(sums[0], inner.params), *sums[1:]
+            return sums, ([named, dict(found.statistics)], dict(found.maxima))
 
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), ready)
         start = inner.constrain(zeros, inner.params), hax.zeros(()), hax.zeros(())
-        (gradients, loss_sum, weight), of_each = hax.scan(add, Microbatch)(start, rows)
-        named, statistics = jax.tree.map(lambda values: hax.sum(values, Microbatch), of_each, is_leaf=is_named)
-        return Accumulated(gradients, loss_sum, weight, named, statistics)
+        (gradients, loss_sum, weight), (added, highest) = hax.scan(add, Microbatch)(start, rows)
+        named, statistics = jax.tree.map(lambda values: hax.sum(values, Microbatch), added, is_leaf=is_named)
+        maxima = jax.tree.map(lambda values: hax.max(values, Microbatch), highest, is_leaf=is_named)
+        return Accumulated(gradients, loss_sum, weight, named, statistics, maxima)
 
     sums = vmap_over(one_replica, REPLICA, layout)(split_batch(batch, layout, microbatches))
     return sums._replace(gradients=layout.constrain(sums.gradients, layout.params))

@@ -14,7 +14,14 @@ from gregale.axes.layout import AxisMapping, Layout, Tree
 from gregale.axes.parameters import buffers_of, frozen_of, holding, static_of, trainable, with_arrays
 from gregale.codecs.codec import ReduceConfig
 from gregale.communication.quantised import QuantisationLoss, QuantisedReducer, Reducer
-from gregale.communication.reduce import Accumulated, ExactReducer, accumulate, cut_layers, joined_layers
+from gregale.communication.reduce import (
+    Accumulated,
+    ExactReducer,
+    accumulate,
+    cut_layers,
+    joined_layers,
+    max_over_replicas,
+)
 from gregale.methods.average import AverageConfig
 from gregale.methods.method import Inspected, Limits, Method, Probe, PsdpState, SpikesConfig, StepMetrics, inspected
 from gregale.methods.schedule import Traffic
@@ -47,12 +54,14 @@ class Psdp(Method):
         grads   = (sum over replica of buffers) / (sum over replica of weights), under opt_state
         updates = optimizer(grads), under opt_state
         params  = params + (updates gathered to params)
+        params  = after_update(params, largest values of `Losses.maxima`)
         buffers = update_buffers(model before the step, sums of `Losses.statistics`, sum of weights)
 
     - `model`: defines the structure, may be abstract (`eqx.filter_eval_shape`); its floating-point arrays are trained,
       except those that it marks as `Buffer` or `Frozen`
     - `loss`: loss(model, batch) -> `Losses`, or (sum of losses, sum of weights)
     - `update_buffers`: update_buffers(model, statistics, weight) -> the model with new buffers; default: its own
+    - `after_update`: after_update(parameters, maxima) -> the parameters, changed element by element; None: nothing more
     - `optimizer`: see `gregale.optim.Optimizer`; `Optimizer.of(tx)` makes one of any optax transformation
     - `layout`: the mesh and the mappings
     - `microbatches`: parts of a replica's batch, computed in sequence
@@ -81,6 +90,7 @@ class Psdp(Method):
     update_buffers: Callable[[Any, dict, jax.Array], Any] = field(
         default=lambda model, statistics, weight: model.update_buffers(statistics, weight)
     )
+    after_update: Callable[[Tree, dict[str, NamedArray]], Tree] | None = None
     reference: Tree = None
 
     name: ClassVar[str] = "psdp"
@@ -164,6 +174,10 @@ class Psdp(Method):
         grads = joined_layers(reduced)
         updates, moved, norm = self.update(state._replace(error=error), grads)
         moved = self.apply(moved, updates)._replace(buffers=self._next_buffers(state, sums, weight))
+        if self.after_update is not None:
+            maxima = {name: max_over_replicas(each, self.layout) for name, each in sums.maxima.items()}
+            parameters = self.layout.constrain(self.after_update(moved.parameters, maxima), self.resting_mapping)
+            moved = moved._replace(parameters=parameters)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         return moved, grads, StepMetrics(loss, weight, norm, finite, named=named)
 

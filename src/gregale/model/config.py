@@ -32,12 +32,14 @@ class ModelMethods(NamedTuple):
 
     - `loss`: the sum of the masked losses (nats) and the sum of the mask, both float32 scalars, or `Losses`
     - `update_buffers`: the model with new `Buffer`s, from a step's sums of `Losses.statistics` and of the weights
+    - `with_logits_below`: the model with smaller weights of heads, from a step's `Losses.maxima` (`optimizer.qk_clip`)
     - `logits`: for sampling and tasks; `scores` and `prefill`, with `decode` and `unstacked`, are faster forms of it
     - `window_of_all`: no method, but the window of all layers' attention
     """
 
     loss: Callable | None
     update_buffers: Callable | None
+    with_logits_below: Callable | None
     logits: Callable | None
     scores: Callable | None
     prefill: Callable | None

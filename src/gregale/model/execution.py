@@ -464,6 +464,7 @@ class Execution(SequenceParallel, Products, SelfAttention, LayerScan):
     loss_block: int = 1024  # tokens whose logits are in memory at a time on a device
     fused_logits: bool = False  # the compiler computes exponentials of logits with the product
     evaluates: bool = False  # a loss is of held-out text: it needs no auxiliary terms
+    measures_logits: bool = False  # layers return the largest logits of their heads
     # runs a stack of layers, `stack(block, x, weights, rows)`; None: they are scanned
     stack: Callable[[LayerFunction, NamedArray, Any, Any], tuple[NamedArray, Any]] | None = None
 

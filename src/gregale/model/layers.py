@@ -1,6 +1,7 @@
 """The parts of a decoder's layer: grouped-query attention with rotary embeddings, the gated MLP, and RMSNorm."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,12 +13,13 @@ import numpy as np
 from haliax import Axis, NamedArray
 from haliax.nn import Linear
 
-from gregale.axes.layout import BATCH, POSITION
+from gregale.axes.layout import BATCH, POSITION, is_named
 from gregale.axes.parameters import position_order
 from gregale.model.cache import Cache, DecodeStep
 from gregale.model.config import DecoderConfig, LayerKind, RotaryScaling
 from gregale.model.execution import Execution, Kind, named
 from gregale.model.kernels.operations import PLAIN, Kernels
+from gregale.model.losses import LARGEST_LOGITS
 
 CHANNEL = "channel"  # of several axes, one after the other
 
@@ -113,16 +115,27 @@ class Attention(eqx.Module):
 
     def __call__(
         self, x: NamedArray, positions: NamedArray, segments: NamedArray | None, kind: Kind, execution: Execution
-    ) -> NamedArray:
-        """Map [Batch, Position, Embed] to the same; a token sees tokens of its own segment at or before its index."""
+    ) -> tuple[NamedArray, dict[str, NamedArray]]:
+        """Map [Batch, Position, Embed] to the same; a token sees tokens of its own segment at or before its index.
+
+        It also returns `largest_logits` by their name if the execution `measures_logits`, as constants.
+        """
         q, k, v = self.project(x, positions, kind, execution)
-        return execution.summed(self.attended(q, k, v, segments, kind, execution), "attention_out")
+        out = execution.summed(self.attended(q, k, v, segments, kind, execution), "attention_out")
+        if not execution.measures_logits:
+            return out, {}
+        q, k = jax.lax.stop_gradient((q, k))
+        return out, {LARGEST_LOGITS: self._largest(q, k, segments, kind, execution)}
 
     def largest_logits(
         self, x: NamedArray, positions: NamedArray, segments: NamedArray | None, kind: Kind, execution: Execution
     ) -> NamedArray:
         """Return the largest logits of the same call, before the cap: float32 [Batch, KvHeads]."""
-        q, k, _ = (a.rearrange(ORDER) for a in self.project(x, positions, kind, execution))
+        q, k, _ = self.project(x, positions, kind, execution)
+        return self._largest(q, k, segments, kind, execution)
+
+    def _largest(self, q, k, segments: NamedArray | None, kind: Kind, execution: Execution) -> NamedArray:
+        q, k = q.rearrange(ORDER), k.rearrange(ORDER)
         ids = None if segments is None else segments.rearrange((BATCH, POSITION)).array
 
         order = position_order(q.resolve_axis(POSITION).size, execution.layout.context)
@@ -146,6 +159,24 @@ class Attention(eqx.Module):
         q, k, v = self.project(x, turn.positions, kind, execution)
         attended, cache = cache.attend(q, k, v, turn, execution, self.config.score_softcap, self.sinks)
         return execution.project(self.out, attended), cache
+
+    def with_logits_below(self, limit: float, largest: NamedArray) -> "Attention":
+        """Return it with the query and key weights of each group of heads times sqrt(limit / S), where S > limit.
+
+        So its largest logit S becomes the limit (QK-clip, Kimi K2, arXiv 2507.20534).
+
+        - `largest`: S, [layers, KvHeads]; the weights may have the axis of layers too
+        """
+        KvHeads, Heads = self.config.KvHeads, self.config.Heads
+        largest = largest.rearrange((..., KvHeads))
+        by, names = jnp.sqrt(limit / jnp.maximum(largest.array, limit)), largest.axis_names
+        of_keys = NamedArray(by, names)
+        of_queries = NamedArray(jnp.repeat(by, Heads.size // KvHeads.size, axis=-1), (*names[:-1], Heads.name))
+
+        def scaled(layer: Linear, by: NamedArray) -> Linear:
+            return jax.tree.map(lambda leaf: (leaf * by).rearrange(leaf.axes), layer, is_leaf=is_named)
+
+        return replace(self, query=scaled(self.query, of_queries), key=scaled(self.key, of_keys))
 
     def attended(self, q, k, v, segments: NamedArray | None, kind: Kind, execution: Execution) -> NamedArray:
         """Return causal attention of a whole sequence after its output projection: [Batch, Position, Embed]."""

@@ -1,6 +1,6 @@
 """The Llama family: embedding, a stack of blocks scanned along `layers`, a norm, a head."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, Self
 
@@ -22,7 +22,7 @@ from gregale.model.experts import LOAD, Experts, with_balance
 from gregale.model.kernels.operations import capped
 from gregale.model.layers import Attention, Mlp, RmsNorm
 from gregale.model.loss import losses_of_head, target_scores
-from gregale.model.losses import Z_LOSS, Losses
+from gregale.model.losses import LARGEST_LOGITS, Z_LOSS, Losses
 from gregale.model.parametrisation import scaled
 from gregale.settings import above, at_least, restated, setting
 
@@ -61,12 +61,12 @@ class Block(eqx.Module):
     def with_sums(
         self, x, positions, segments, mask, kind: Kind, execution: Execution, square=None
     ) -> tuple[NamedArray, dict[str, NamedArray]]:
-        """Return the layer's output, and the `routing_sums` of its experts if there is a mask."""
+        """Return the layer's output, the `routing_sums` of its experts if there is a mask, and attention's logits."""
         x = execution.sequence_scatter(x)
-        attended = self.attention(self.attends_to(x, execution, square), positions, segments, kind, execution)
+        attended, logits = self.attention(self.attends_to(x, execution, square), positions, segments, kind, execution)
         x = execution.sequence_sharded(x + self._attention_out(attended, execution))
         fed, sums = self._mlp_out(x, execution, mask)
-        return execution.sequence_sharded(x + fed), sums
+        return execution.sequence_sharded(x + fed), {**sums, **logits}
 
     def prefill(self, x, positions, segments, slots: int, kind: Kind, execution: Execution) -> tuple[NamedArray, Cache]:
         taken = self.attends_to(x, execution)
@@ -140,7 +140,7 @@ class Llama(eqx.Module):
         return self._hidden_and_sums(tokens, positions, segments, None, execution)[0]
 
     def _hidden_and_sums(self, tokens, positions, segments, mask, execution: Execution) -> tuple[NamedArray, Any]:
-        """Return `hidden`, and the layers' `routing_sums`: none without experts or without a mask."""
+        """Return `hidden`, and what layers return beside their output, see `Block.with_sums`."""
         x = execution.sequence_sharded(self._embedded(tokens, execution))
 
         def block(x, weights, kind, rows, execution, square=None):
@@ -185,9 +185,10 @@ class Llama(eqx.Module):
         logits = self.config.logits._replace(z_loss=0.0) if execution.evaluates else self.config.logits
         given = hidden, self.output_head(execution), batch["targets"], mask, execution, logits
         (loss, z_loss), weight = losses_of_head(*given), hax.sum(mask).scalar()
-        if execution.evaluates or (self.config.experts is None and not logits.z_loss):
+        if execution.evaluates or not (self.config.experts or logits.z_loss or execution.measures_logits):
             return loss, weight
-        losses = Losses(loss, weight, {Z_LOSS: z_loss} if logits.z_loss else {})
+        maxima = {LARGEST_LOGITS: hax.max(_of_layers(sums, LARGEST_LOGITS), BATCH)} if execution.measures_logits else {}
+        losses = Losses(loss, weight, {Z_LOSS: z_loss} if logits.z_loss else {}, maxima=maxima)
         return losses if self.config.experts is None else with_balance(losses, self.config.experts, of_experts(sums))
 
     def update_buffers(self, statistics: dict[str, NamedArray], weight: jax.Array) -> Self:
@@ -197,6 +198,21 @@ class Llama(eqx.Module):
             return self
         new = of_experts(self.blocks).mlp.after(statistics[LOAD])
         return eqx.tree_at(lambda model: of_experts(model.blocks).mlp, self, new)
+
+    def with_logits_below(self, limit: float, maxima: dict[str, NamedArray]) -> Self:
+        """Return the model with `Attention.with_logits_below` of all layers, by the largest logits of a step."""
+        largest = maxima[LARGEST_LOGITS].rearrange((LAYERS, ...))
+        order = np.asarray(layer_order(self.blocks))
+
+        def scaled(structure: int, block: Block) -> Block:
+            own = NamedArray(largest.array[order == structure], (stack_axis(structure), *largest.axis_names[1:]))
+            return replace(block, attention=block.attention.with_logits_below(limit, own))
+
+        if not isinstance(self.blocks, Stacks):
+            return replace(self, blocks=scaled(0, self.blocks))
+        return replace(
+            self, blocks=replace(self.blocks, parts=[scaled(*each) for each in enumerate(self.blocks.parts)])
+        )
 
     def attention_logit_maxima(self, batch: dict[str, NamedArray], execution: Execution) -> NamedArray:
         """Return the largest attention logit of each layer on a batch as for `loss`: float32 [Layers]."""
@@ -297,6 +313,13 @@ class Llama(eqx.Module):
         found = execution.placed(found)
         bounded = NamedArray(capped(found.array, cap), found.axis_names)
         return bounded if rows is None else hax.where(hax.arange(found.resolve_axis("vocab")) < rows, bounded, -jnp.inf)
+
+
+def _of_layers(sums: Any, name: str) -> NamedArray:
+    """Return one of the arrays that all layers return, in the order of layers."""
+    if isinstance(sums, Stacks):
+        return in_layer_order(Stacks([part[name] for part in sums.parts], sums.order))
+    return sums[name]
 
 
 def of_experts(blocks: Any) -> Any:

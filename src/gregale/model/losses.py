@@ -9,10 +9,11 @@ import jax.numpy as jnp
 from haliax import NamedArray
 
 Z_LOSS = "z_loss"  # a term
+LARGEST_LOGITS = "largest_logits"  # of attention, a maximum
 
 
 class Losses(NamedTuple):
-    """The sums over the tokens of a batch that a model's `loss` returns, float32 scalars, but for `statistics`.
+    """The sums over the tokens of a batch that a model's `loss` returns, float32 scalars, but for the last two.
 
         trained:    (loss + sum of auxiliary) / weight
         evaluated:  loss / weight
@@ -24,6 +25,7 @@ class Losses(NamedTuple):
     - `auxiliary`: further terms by name, such as a z-loss: they have gradients, and are no part of a held-out loss
     - `metrics`: sums by name that are only logged
     - `statistics`: sums by name, named arrays of any axes but those of the batch, for the model's `update_buffers`
+    - `maxima`: largest values by name, likewise, for `Psdp.after_update`
 
     A step logs each auxiliary term and metric by its name, divided by the weight.
     """
@@ -33,6 +35,7 @@ class Losses(NamedTuple):
     auxiliary: Mapping[str, jax.Array] = {}
     metrics: Mapping[str, jax.Array] = {}
     statistics: Mapping[str, NamedArray] = {}
+    maxima: Mapping[str, NamedArray] = {}
 
     @property
     def trained(self) -> jax.Array:

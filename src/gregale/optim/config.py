@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import draccus
 import jax
@@ -257,6 +257,7 @@ class OptimizerConfig(Settings, draccus.ChoiceRegistry):
 
     scales_rates: ClassVar[bool] = False  # whether `Scaling` has the factors of its rates
     needs_whole_matrices: ClassVar[bool] = False  # it does not run on shards
+    qk_clip = cast(float | None, None)  # the limit of attention's logits; None: there is none
 
     learning_rate: float = setting(
         1e-3, "peak learning rate", range=at_least(0), aliases=("lr", "peak_lr", "max_lr", "step_size", "outer_lr")

@@ -168,6 +168,9 @@ class MuonConfig(OptimizerConfig):
     matrix. On shards, every iteration would send matrix products over `replica`. So the momentum is `sharded`, the rest
     is `gathered`, and Muon sends the same bytes over `replica` as AdamW.
 
+    With `qk_clip`, after a step whose largest attention logit S of a group of heads is above it, the weights of queries
+    and keys of that group are multiplied by `sqrt(qk_clip / S)` (QK-clip, Kimi K2, 2507.20534).
+
     With `heads`, each head's part of query, key, value and output is a matrix, so that no head gets an update for the
     sake of another's large gradient.
 
@@ -185,6 +188,12 @@ class MuonConfig(OptimizerConfig):
     rms: float | None = setting(0.2, "size of an update's elements; null: scale by shape instead", range=above(0))
     heads: bool = setting(
         False, "each head of attention is a matrix of its own; else those of a layer are one", by_topic=True
+    )
+    qk_clip: float | None = setting(
+        None,
+        "largest attention logit, above which a head's query and key weights shrink after a step (100 in Kimi K2)",
+        range=above(0),
+        by_topic=True,
     )
     adamw_learning_rate: float | None = setting(None, "AdamW's peak; null: Muon's", range=at_least(0))
     adamw: str | None = setting(

@@ -82,6 +82,9 @@ def other_mixtures(config: Any, layout: Layout) -> Found:
 
 
 RATES = "the rates by the model's size are those of "
+NORMS_BOUND = (
+    "norms of queries and keys bound the logits, and undo a scaling of the weights before them. Leave {0} out."
+)
 IN_BLOCKS = "{1} would keep the weights of all layers in {compute.dtype}. Set adapter.base to dtype, or {1} to "
 OF_EXPERTS = "adapters of matrices of experts (expert_...) do not take {1}. Leave these out, or set {1} to "
 NO_TEXT = "data.held_out: 0 & data.validation: {}"
@@ -113,6 +116,12 @@ RULES = (
         RATES + "adamw, lion and muon. Choose one of these, or leave model.parametrisation out.",
         "model.scalings & optimizer.scales_rates: false",
     ),
+    Rule("optimizer.qk_clip & model.qk_norm", NORMS_BOUND),
+    Rule(
+        "optimizer.qk_clip & pipeline", "stages add what layers return, and do not compare it. Leave one of them out."
+    ),
+    Rule("optimizer.qk_clip & adapter", "the weights of queries and keys are frozen beside adapters. Leave {0} out."),
+    Rule("optimizer.qk_clip & objective.type", ONE_LOSS, OTHER_LOSS),
     Rule(
         "average.evaluate & sync.evaluate != outer",
         "both say what evaluations read: the average, or replicas. Leave one of them out.",

@@ -254,6 +254,11 @@ def placed(config: TrainConfig, tokens: int, mesh: Mesh | None) -> Setup:
         raise UserError(
             f"model.type {kind}: {type(model).__name__} has a buffer, and no `update_buffers(statistics, weight)`."
         )
+    if config.optimizer.qk_clip is not None and own.with_logits_below is None:
+        raise UserError(
+            f"optimizer.qk_clip is {config.optimizer.qk_clip:g}, but the model of model.type {kind} has no "
+            "`with_logits_below(limit, maxima)`. Set it to null."
+        )
     # The axes of Gregale's own models are checked by their keys, see `checked_layout`.
     leaves = jax.tree.leaves(model, is_leaf=lambda leaf: is_named(leaf) or is_quantised(leaf))
     weights = [leaf for leaf in leaves if is_named(leaf) or is_quantised(leaf)]
@@ -286,7 +291,8 @@ def psdp_on(config: TrainConfig, model, callbacks: Sequence[Callback], layout: L
         run = pipelined_execution(config.pipeline, run)
     per_step = config.compute.gather == "per_step"
     first = first_layers(config, model, layout)
-    in_loop = replace(run, weights_ready=per_step, first_layers=first)
+    limit = config.optimizer.qk_clip
+    in_loop = replace(run, weights_ready=per_step, first_layers=first, measures_logits=limit is not None)
     of_model = config.objective.is_models_own
 
     def loss(model, batch, frozen=None):
@@ -304,6 +310,7 @@ def psdp_on(config: TrainConfig, model, callbacks: Sequence[Callback], layout: L
         spikes=config.skip_spikes,
         average=config.average,
         update_buffers=partial(updated_buffers, config.model) if of_model else lambda model, *sums: model,
+        after_update=None if limit is None else lambda model, maxima: model.with_logits_below(limit, maxima),
         measure=lambda model, batch: callback_metrics(callbacks, model, batch, run),
     )
 
