@@ -28,6 +28,7 @@ MESHES = [(8, 1), (4, 2)]
 LEVELS = {"none": 2**20, "bfloat16": 256, "int8": 128, "int4": 8, "int2": 2, "e3m0": 2}
 FOUR_BITS = ReduceConfig(codec="int4", gather_codec="int4")
 TOPK = ReduceConfig(codec="topk", block=128)  # 2 values of a block, 1 or 2 of a shorter one
+ONE_PHASE = replace(TOPK, phases=1)
 LOAD = jax.jit(load)
 NO_FEEDBACK = ReduceConfig(codec="int4", gather_codec="int4", feedback=None)
 
@@ -38,6 +39,8 @@ class Program:
     def __init__(self, replica: int, data: int, config: ReduceConfig, dtype=np.float32, per_device: int = 1):
         devices = layout_of(replica=replica // per_device, data=data)
         self.layout, self.config = replace(devices, replicas_per_device=per_device), config
+        if config.phases == 1:
+            self.layout = replace(self.layout, opt_state=self.layout.params)
         tree, reducer = gradients(replica, dtype=dtype), QuantisedReducer(self.layout, config)
         start = reducer.init(averaged(tree))
         self.start = jax.device_put(start, reducer.shardings(start))
@@ -219,6 +222,35 @@ def test_the_second_legs_error_is_kept_too():
     assert norm.any()
 
 
+@pytest.mark.parametrize(("mesh", "per_device"), [((2, 2), 1), ((4, 2), 2)])
+def test_twenty_rounds_in_one_phase_are_those_of_the_slow_rewrite(mesh, per_device):
+    """All replicas have the mean of whole messages; ties and zeros as below, and one round is not finite."""
+    run, error, alone = program(*mesh, ONE_PHASE, per_device=per_device), None, (1, mesh[1])
+    for step in range(20):
+        tree = gradients(mesh[0], seed=step)
+        if step % 4 == 1:
+            tree = jax.tree.map(lambda x: np.sign(np.round(x)), tree)
+        waiting = {name: np.zeros_like(x) for name, x in arrays(tree).items()} if error is None else errors(error.first)
+        if step == 7:
+            bad = jax.tree.map(lambda x: np.where(np.arange(x.size).reshape(x.shape) == 0, np.nan, x), tree)
+            averages, _, after, _ = run(bad, error=error)
+            assert all(np.isnan(each).any() for each in averages.values())
+            assert all((each == waiting[name]).all() for name, each in errors(after.first).items())
+        averages, given, error, whole = run(tree, error=error)
+        for name in error.first:
+            h = arrays(tree)[name] + waiting[name]
+            sent = np.stack([round_trip(name, one, "topk", *alone, block=128) for one in h])
+            check_stored(error.first[name], 0.95 * (h - sent))
+            np.testing.assert_allclose(averages[name], np.mean(sent, axis=0), rtol=1e-6, atol=1e-7, err_msg=name)
+            np.testing.assert_array_equal(given[name], averages[name])
+    assert not error.second
+    for each in jax.tree.leaves(whole):
+        own = {}
+        for shard in each.addressable_shards:
+            own.setdefault(str(shard.index), set()).add(np.asarray(shard.data).tobytes())
+        assert [len(copies) for copies in own.values()] == [1] * len(own)
+
+
 @pytest.mark.parametrize(("mesh", "per_device"), [((2, 2), 1), ((4, 2), 1), ((4, 2), 2), ((4, 2), 4)])
 def test_twenty_rounds_of_the_largest_values_with_both_errors_are_those_of_the_slow_rewrite(mesh, per_device):
     """e = 0.95 (h - sent), of each phase; sums of ones have ties, and zeros everywhere but at some places."""
@@ -296,7 +328,8 @@ def test_the_error_lies_as_the_buffers_do_in_about_a_byte_a_value():
 
 
 @pytest.mark.parametrize(
-    ("mesh", "config"), [((8, 1), FOUR_BITS), ((4, 2), FOUR_BITS), ((4, 2), TOPK), ((2, 1), ReduceConfig())]
+    ("mesh", "config"),
+    [((8, 1), FOUR_BITS), ((4, 2), FOUR_BITS), ((4, 2), TOPK), ((4, 2), ONE_PHASE), ((2, 1), ReduceConfig())],
 )
 def test_only_bytes_cross_replicas_and_as_many_as_the_closed_form_says(mesh, config):
     run = program(*mesh, config)

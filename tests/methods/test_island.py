@@ -16,6 +16,7 @@ from tests.methods.islands import LAYERS, ROWS, Everywhere, Fleet, InOneMesh, is
 FIRST_LEG = ReduceConfig(codec="int4")
 BOTH_LEGS = ReduceConfig(codec="int4", gather_codec="int4", feedback=FeedbackConfig(beta=0.5))
 TOPK = ReduceConfig(codec="topk", block=16, keep=4)
+ONE_PHASE = ReduceConfig(codec="topk", block=16, keep=4, phases=1)
 EXACTLY = ReduceConfig()
 
 
@@ -35,6 +36,7 @@ CASES = {
     "tau 2": (Schedule(4, 3, 2, LAYERS), 0.5, EXACTLY, Diloco, True),
     "int4": (Schedule(2, 2, 1, LAYERS), 0.5, FIRST_LEG, Diloco, False),
     "topk": (Schedule(2, 2, 1, LAYERS), 0.5, TOPK, Everywhere, False),
+    "topk in one phase": (Schedule(2, 2, 1, LAYERS), 0.5, ONE_PHASE, Diloco, False),
     "int4 and int4": (Schedule(2, 2, 1, LAYERS), 0.5, BOTH_LEGS, Everywhere, False),
 }
 

@@ -36,7 +36,7 @@ SETTINGS = {
     "streaming": [
         *[*COMMON, "--sync.type", "streaming_diloco", "--sync.period", "4", "--sync.fragments", "2"],
         *["--sync.delay", "3", "--sync.alpha", "0.25", "--sync.dropout", "0.3", "--log_every", "2"],
-        *["--data.sources.more", "{type: text, files: ['text/[0-3].txt']}", *FIRST_PHASE],
+        *["--data.sources.more", "{type: text, files: ['text/[0-3].txt']}", *FIRST_PHASE, "--reduce.phases=1"],
         *["--data.replica_mixtures", "[{words: 1.0}, {words: 3.0, more: 1.0}]"],
         *["--stages", "[{from: 8, batch: {sequence_length: 24}}]"],
     ],

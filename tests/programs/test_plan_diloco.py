@@ -89,14 +89,14 @@ def test_methods_send_what_the_configured_codecs_make_of_a_parameter():
     for setup in (exact, four):
         every_step = compared(setup.config.sync, 3)["psdp"].traffic(setup.method_context)
         assert (every_step.average, every_step.most) == (setup.psdp.bytes_sent(1), setup.psdp.bytes_sent(1))
-    assert four.config.reduce.bytes_per_parameter == (4 + 16 / 64) / 8
+    assert four.config.reduce.bytes_per_parameter(2) == (4 + 16 / 64) / 8
     bound = Roofline(compute=1e-3, memory=0.0, links={INSIDE: 0.0, BETWEEN: 0.0}, model=1e-3)
     bandwidth = 1e6
     found = {name: methods_of(setup, bound, bandwidth) for name, setup in (("none", exact), ("int4", four))}
     for name, each in found["none"].items():
         assert found["int4"][name]["needed_gbit_per_second"] < each["needed_gbit_per_second"]
         assert found["int4"][name]["utilisation"] > each["utilisation"]
-    scale = exact.config.reduce.bytes_per_parameter / four.config.reduce.bytes_per_parameter
+    scale = exact.config.reduce.bytes_per_parameter(2) / four.config.reduce.bytes_per_parameter(2)
     as_exact = methods_of(exact, bound, bandwidth * scale)
     for name, each in found["int4"].items():
         assert each["utilisation"] == pytest.approx(as_exact[name]["utilisation"]), "as over so much wider a link"

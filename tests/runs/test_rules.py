@@ -94,6 +94,7 @@ REFUSED = [  # in the order of the rules: arguments, and what the message has be
     ("--average.decay 0.9 --islands.lighthouse a:1 --islands.token_file t --sync.type diloco", "average is set"),
     ("--mesh.island 2 --mesh.replica 4", "mesh.island is 2 and sync.type is psdp"),
     ("--mesh.replica 8 --reduce.codec topk", "sync.type is psdp and reduce.codec is topk"),
+    ("--mesh.replica 8 --reduce.codec int4 --reduce.phases 1", "sync.type is psdp and reduce.phases is 1"),
     ("--plugins '[gossip]' --sync.type gossip --reduce.codec int8", "sync.type is gossip"),
     ("--plugins '[gossip]' --sync.type gossip --mesh.replica 8 --average.every 2", "sync.type is gossip"),
     ("--sync.type diloco --mesh.replica 8 --reduce.codec topk --sync.outer.momentum 0.9", "and reduce.codec is topk"),

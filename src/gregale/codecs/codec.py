@@ -460,7 +460,10 @@ class FeedbackConfig(Settings):
 
 @dataclass(frozen=True)
 class ReduceConfig(Settings):
-    """The average over replicas: phase 1 is an all-to-all of shards, phase 2 an all-gather of the averages."""
+    """The average over replicas: phase 1 is an all-to-all of shards, phase 2 an all-gather of the averages.
+
+    With `phases: 1` an all-gather of the messages takes the place of both: every replica averages all of them.
+    """
 
     codec: str = setting("none", "the first phase", choices=FIRST_LEGS, aliases=("compression", "quantization"))
     block: int | None = setting(
@@ -474,6 +477,7 @@ class ReduceConfig(Settings):
         FeedbackConfig(), "error feedback; null: none", aliases=("error_feedback",)
     )
     gather_codec: str | None = setting(None, "second phase; null: float32", choices=SECOND_LEGS)
+    phases: int = setting(2, "1: everybody gets all messages, and averages them alone", range=whole(1, 2))
     hadamard: bool = setting(False, "rotate blocks before quantisation")
     measure: bool = setting(False, "at evaluations, measure what quantising loses")
 
@@ -483,6 +487,12 @@ class ReduceConfig(Settings):
             self._check_block(name)
         if self.keep is not None and "topk" not in self.names:
             raise UserError(f"reduce.keep is {self.keep}, and only topk keeps a part of a block. Set it to null.")
+        if self.phases == 1 and (self.codec == "none" or self.gather_codec not in (None, "none")):
+            raise UserError(
+                f"reduce.phases is 1, reduce.codec {self.codec} and reduce.gather_codec {self.gather_codec or 'null'}: "
+                "one phase sends the messages of a codec, and no averages. Set reduce.codec to int4 or topk, and leave "
+                "reduce.gather_codec out; or set reduce.phases to 2."
+            )
         if self.measure and self.codec == "none":
             raise UserError(
                 "reduce.measure is true, but reduce.codec is 'none': the first phase loses nothing. Choose a codec: "
@@ -511,7 +521,7 @@ class ReduceConfig(Settings):
         """Return the codec of the second phase."""
         if self.gather_codec is not None:
             return self.gather_codec
-        return "topk" if self.codec == "topk" else "none"
+        return "topk" if self.codec == "topk" and self.phases == 2 else "none"
 
     @property
     def names(self) -> tuple[str, str]:
@@ -539,10 +549,13 @@ class ReduceConfig(Settings):
         """Return whether any phase is not exact."""
         return self.names != ("none", "none")
 
-    @property
-    def bytes_per_parameter(self) -> float:
-        """Return the bytes of a parameter on the wire: the mean of the two phases, with full blocks."""
-        return sum(self._format(name).bytes_per_parameter for name in self.names) / 2
+    def bytes_per_parameter(self, replicas: int) -> float:
+        """Return the bytes b of a parameter, with full blocks, of which a replica sends 2 (n - 1) / n: of n replicas.
+
+        It is the mean of the two phases. With one phase a replica sends n - 1 messages.
+        """
+        first, second = (self._format(name).bytes_per_parameter for name in self.names)
+        return (first + second) / 2 if self.phases == 2 else first * replicas / 2
 
     def first_codec(self) -> Codec:
         return self._codec(self.codec)

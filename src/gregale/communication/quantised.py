@@ -1,10 +1,10 @@
 """The average over `replica` through codecs: shards in rows of blocks, two phases of collectives, and error feedback.
 
-The first phase (`reduce`) is an all-to-all of shards, which every replica decodes and averages in float32: a
+The first of two phases (`reduce`) is an all-to-all of shards, which every replica decodes and averages in float32: a
 reduce-scatter. The second (`all_gather_params`) is an all-gather of values computed from the averages. Integers are
 never summed, and all replicas decode the same bytes, so replicas stay equal to the last bit. Each phase sends the
 arrays of a tree as one message, for one latency instead of one per array. A message is small, an eighth of the tree at
-4 bits.
+4 bits. With one phase everybody gets all messages, and averages them alone.
 
 The module also has the programs that a member of a group runs for a row, on its processor.
 """
@@ -151,6 +151,23 @@ def _exchanged(message: jax.Array, axis: str) -> jax.Array:
     return received.reshape(replicas, each, size)
 
 
+def single_phase(
+    leaves: list[ShardedLeaf], values: Arrays, errors: Errors, phase: CollectivePhase
+) -> tuple[Arrays, Errors]:
+    """Return the means [*shape] of local arrays [per device, *shape] over all replicas, and the next errors.
+
+    An all-gather brings every replica's messages to all.
+    """
+    flat = {path: value.reshape(value.shape[0], -1) for path, value in values.items()}
+    waiting = {leaf.path: load(errors[leaf.path]) for leaf in leaves if leaf.path in errors}
+    kept = {path: error.reshape(error.shape[0], -1) for path, error in waiting.items()}
+    message, kept, finite = _send(flat, kept, phase)  # [per device, bytes]
+    gathered = jax.lax.all_gather(message, phase.axis, tiled=True)
+    decoded = decode_all(gathered, [prod(leaf.shape) for leaf in leaves], phase.codec)
+    means = {leaf.path: jnp.mean(rows, axis=0).reshape(leaf.shape) for leaf, rows in zip(leaves, decoded, strict=True)}
+    return means, remember(errors, kept, finite)
+
+
 def all_gather_phase(
     leaves: list[ShardedLeaf], pieces: Arrays, errors: Errors, phase: CollectivePhase
 ) -> tuple[Arrays, Errors]:
@@ -259,7 +276,7 @@ class QuantisationLoss(NamedTuple):
 class QuantisedReducer:
     """Averages a tree over `axis` through the codecs of `config`; see `communication.reduce.ExactReducer`.
 
-    `opt_state` of the layout splits an array no further than `params` does, but over `axis`.
+    `opt_state` of the layout splits an array no further than `params` does, but over `axis`; with one phase not at all.
     """
 
     layout: Layout
@@ -295,7 +312,8 @@ class QuantisedReducer:
         the error in the units of the average from one step to the next, however many tokens a step has.
 
         An array that `opt_state` splits has the result of a reduce-scatter. Others are cut flat into R padded shards,
-        averaged in the same way, and gathered by the second phase's codec. Scalars are exact, as the bytes of float32.
+        averaged in the same way, and gathered by the second phase's codec. With one phase they are averages of whole
+        messages. Scalars are exact, as the bytes of float32.
         If a value on any device is not finite, neither is its average, and the error stays as it was.
 
         - `sums`: named arrays with an axis `replica`, or plain arrays whose first axis is the replica; under `params`
@@ -420,7 +438,10 @@ class QuantisedReducer:
         leaves = leaves_of(tree, self.layout, self.axis, replicated=False)
         arrays, config = [leaf for leaf in leaves if not leaf.exact], self.config
         first = self._message_bytes(config.first_codec(), arrays)
-        second = self._message_bytes(config.second_codec(), [leaf for leaf in arrays if leaf.split is None])
+        if config.phases == 1:
+            first = self.lanes * sum(config.first_codec().message_bytes(prod(leaf.shape)) for leaf in arrays)
+        whole = [leaf for leaf in arrays if leaf.split is None and config.phases == 2]
+        second = self._message_bytes(config.second_codec(), whole)
         scalars = self.lanes * EXACT.message_bytes(len(leaves) - len(arrays))
         return first, second, scalars, self._flags((config.codec, first), (config.second, second))
 
@@ -460,7 +481,11 @@ class QuantisedReducer:
         if arrays:
             scale = self.lanes / weight
             scaled = {leaf.path: values[leaf.path].astype(jnp.float32) * scale for leaf in arrays}
-            pieces, first = reduce_scatter_phase(arrays, scaled, first, self._phase(self.config.first_codec()))
+            phase = self._phase(self.config.first_codec())
+            if self.config.phases == 1:
+                means, first = single_phase(arrays, scaled, first, phase)
+                return averages | means, first, second
+            pieces, first = reduce_scatter_phase(arrays, scaled, first, phase)
             averages |= {
                 leaf.path: pieces[leaf.path] if leaf.split is None else leaf.from_own_shards(pieces[leaf.path])
                 for leaf in arrays

@@ -74,6 +74,8 @@ class NetworkReducer:
     buckets and the second phase of the last are in progress. Bucket and owner of a row depend only on `rows`, R and the
     parts, so a member's second-phase error stays valid while these do.
 
+    With `phases: 1` of the configuration each member sends m_k to all others, and everybody averages all buckets.
+
     - `config`: the codecs of both phases, and the feedback
     - `rows`: how each shard is cut, by its key; the same on every member
     - `bucket_bytes`: of a message of the first phase
@@ -104,6 +106,8 @@ class NetworkReducer:
         if not sum(weights) > 0:
             raise ValueError(f"the weights of {link.size} members are {list(weights)}: nobody contributes")
         with jax.default_device(host_device()):
+            if self.config.phases == 1:
+                return _OnePhase(self, messages or {}, weights, link, error, timeout_seconds).run()
             return _Reduce(self, messages or {}, weights, link, error, timeout_seconds, parts).run()
 
     def compile(self) -> None:
@@ -112,6 +116,9 @@ class NetworkReducer:
             for key, rows in self.rows.items():
                 programs, sizes = self.programs(key), self.row_bytes(key)
                 first, second = (np.zeros(size, np.uint8) for size in sizes)
+                if self.config.phases == 1:
+                    programs.decode(first)
+                    continue
                 total = programs.add(np.zeros(rows.row, np.float32), first, np.float32(1))
                 programs.encode(total, np.float32(1), no_error(rows.row) if programs.keeps_error else None)
                 programs.decode(second)
@@ -119,6 +126,8 @@ class NetworkReducer:
     def bytes_sent(self, members: int, rank: int = 0, sends: bool = True) -> int:
         """Return the bytes that a member sends in a `reduce`; `sends`: whether its weight is above 0."""
         total = 0
+        if self.config.phases == 1:
+            return (members - 1) * sends * sum(each.count * self.row_bytes(key)[0] for key, each in self.rows.items())
         for place, bucket in enumerate(self.buckets(members)):
             if place % members == rank:
                 total += (members - 1) * sum(self.row_bytes(key)[1] for key, _ in bucket)
@@ -140,13 +149,15 @@ class NetworkReducer:
         return found
 
     def row_bytes(self, key: str) -> tuple[int, int]:
-        """Return the bytes of the message of a shard's row in the first phase and in the second."""
+        """Return the bytes of the message of a shard's row in the first phase and in the second, 0 without one."""
         rows = self.rows[key]
         first, second = rows.first_codec(self.config), rows.second_codec(self.config)
-        return first.message_bytes(rows.row), second.message_bytes(rows.row)
+        return first.message_bytes(rows.row), second.message_bytes(rows.row) if self.config.phases == 2 else 0
 
     def programs(self, key: str) -> RowPrograms:
         rows, config = self.rows[key], self.config
+        if config.phases == 1:
+            return row_programs(rows.first_codec(config), rows.first_codec(config), None, rows.row)
         keeps = config.feedback is not None and config.second != "none" and not rows.exact
         beta = config.beta if keeps else None
         return row_programs(rows.first_codec(config), rows.second_codec(config), beta, rows.row)
@@ -278,6 +289,66 @@ class _Reduce:
             start += size
         for key, row, values in decoded:
             self._gradient[key][row] = values
+
+
+class _OnePhase:
+    """One `reduce` with one phase, a bucket after the other; members post the messages of two buckets at a time.
+
+    Averages are NumPy's, a product and a sum apart, so that processors of different kinds agree on all bits.
+    """
+
+    def __init__(
+        self,
+        reducer: NetworkReducer,
+        messages: Mapping[str, np.ndarray],
+        weights: Sequence[float],
+        link: Link,
+        error: OwnError | None,
+        timeout_seconds: float,
+    ):
+        self._reducer, self._messages, self._link, self._timeout = reducer, messages, link, timeout_seconds
+        self._weights = np.asarray(weights, np.float32)
+        self._steps = _to_begin_with(error, reducer.config)[0]
+        self._peers = [rank for rank in range(link.size) if rank != link.rank]
+
+    def run(self) -> Reduced:
+        buckets, found = self._reducer.buckets(self._link.size), {}
+        posted = {number: self._post(number, bucket) for number, bucket in enumerate(buckets[:WAVES_AHEAD])}
+        for number, bucket in enumerate(buckets):
+            sends, received, own = posted.pop(number)
+            for handle in [*sends, *(each.handle for each in received.values())]:
+                handle.wait(self._timeout)
+            if (ahead := number + WAVES_AHEAD) < len(buckets):
+                posted[ahead] = self._post(ahead, buckets[ahead])
+            arrived = {self._link.rank: own} | {rank: each.data for rank, each in received.items()}
+            found |= self._averages(bucket, arrived)
+        rows = self._reducer.rows
+        joined = {key: np.concatenate([found[key, row] for row in range(each.count)]) for key, each in rows.items()}
+        return Reduced({key: values[: rows[key].size] for key, values in joined.items()}, OwnError(self._steps, {}))
+
+    def _post(self, number: int, bucket: list[Row]) -> tuple[list[Handle], dict[int, _Incoming], np.ndarray | None]:
+        link, own, sends = self._link, None, []
+        if self._weights[link.rank] > 0:
+            own = np.concatenate([self._messages[key][row] for key, row in bucket])
+            sends = [link.send(peer, own, tag=number) for peer in self._peers]
+        size, received = sum(self._reducer.row_bytes(key)[0] for key, _ in bucket), {}
+        for peer in self._peers:
+            if self._weights[peer] > 0:
+                data = np.empty(size, np.uint8)
+                received[peer] = _Incoming(data, link.recv(peer, data, tag=number))
+        return sends, received, own
+
+    def _averages(self, bucket: list[Row], arrived: Mapping[int, np.ndarray | None]) -> dict[Row, np.ndarray]:
+        found, start = {}, 0
+        for key, row in bucket:
+            programs, (size, _) = self._reducer.programs(key), self._reducer.row_bytes(key)
+            total = np.zeros(programs.size, np.float32)
+            for rank, weight in enumerate(self._weights):
+                if weight > 0 and (data := arrived[rank]) is not None:
+                    total += weight * np.asarray(programs.decode(data[start : start + size]))
+            found[key, row] = total / self._weights.sum()
+            start += size
+        return found
 
 
 def owners(parts: Sequence[int], count: int) -> list[int]:

@@ -138,7 +138,11 @@ class IslandTraffic(JoiningCosts):
         phases = [[rows.count * size for size in reducer.row_bytes(key)] for key, rows in reducer.rows.items()]
         message, second = (sum(sizes) for sizes in zip(*phases, strict=True))
         values = sum(rows.count * rows.row for rows in reducer.rows.values())
-        waves = -(-len(reducer.buckets(self.members)) // self.members)
+        buckets = len(reducer.buckets(self.members))
+        waves = -(-buckets // self.members)
+        if reducer.config.phases == 1:
+            buffers = self.members * min(WAVES_AHEAD, buckets) * message // buckets
+            return self._host.parts[index].size + message + FLOAT32 * values + buffers
         buffers = (min(WAVES_AHEAD, waves) * 2 * message + min(2, waves) * second) // waves
         return self._host.parts[index].size + message + FLOAT32 * values + buffers
 

@@ -78,6 +78,9 @@ DILOCO_FOR_TOPK = (
     "it sends the largest values of a whole round's change. A single step's gradient loses too much of the others "
     "(0.54 nats in 600 steps of a small model). Choose sync.type diloco or streaming_diloco, or reduce.codec int4."
 )
+SHARDS_FOR_PSDP = (
+    "its optimizer runs on shards of averages, and with one phase all replicas average everything. Set {1} to 2."
+)
 NO_MOMENTUM = (
     "what messages of topk lack is kept and sent later, which takes the place of momentum; both together go too far. "
     "Set {0} to 0, sync.outer.nesterov to false and sync.outer.learning_rate to 1, or leave out sync.outer."
@@ -167,6 +170,7 @@ class PsdpConfig(SyncConfig):
     incompatible = (
         Rule("mesh.island & sync.type", DILOCO_ONLY, at=LAYOUT),
         Rule("sync.type & reduce.codec: topk", DILOCO_FOR_TOPK),
+        Rule("sync.type & reduce.phases: 1", SHARDS_FOR_PSDP),
     )
 
     def compared(self) -> "dict[str, DilocoConfig | None]":

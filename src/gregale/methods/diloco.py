@@ -856,6 +856,16 @@ class Diloco(PerReplicaMethod):
         return self.inner.model_with(*(self.replicas.one(tree, index) for tree in (inner.parameters, inner.buffers)))
 
     @property
+    def outer_layout(self) -> Layout:
+        """Return the layout of the joined parameters; with one phase `opt_state` does not split them over the axis."""
+        layout = super().outer_layout
+        if self.reduce.phases == 2:
+            return layout
+        inside = {name: layout.mesh_axes((name,), layout.opt_state) for name in layout.opt_state}
+        whole = {name: tuple(each for each in axes if each != self.axis) for name, axes in inside.items()}
+        return replace(layout, opt_state=whole)
+
+    @property
     def round(self) -> Round:
         """Return the operations that send and apply a fragment."""
         return Round(self.layout, self.outer_layout, self.outer_store, self.mixing, self.dropout, self.seed)

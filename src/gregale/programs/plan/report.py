@@ -304,12 +304,12 @@ def methods_of(setup: Setup, bound: Roofline, bytes_per_second: float | None) ->
     seconds = max(bound.compute, bound.memory, bound.links["inside slice"])
     gbit = devices_of_a_replica(setup) / seconds / GBIT
     workload = Workload(parameter_count(setup.model), layers, seconds, setup.config.batch.microbatches)
-    wire = setup.config.reduce
+    bytes_each = setup.config.reduce.bytes_per_parameter(sites)
 
     def run(name: str, schedule: MethodSchedule) -> Callable[[np.ndarray], np.ndarray]:
         """Return the utilisation on the timeline as a function of Gbit/s, with the configured codecs' bytes."""
         cadence = cadence_of(schedule.period, max(1, schedule.fragments - 1), max(1, schedule.delay), layers)
-        return lambda grid: run_method(name, workload, ring, cadence, grid, wire.bytes_per_parameter).utilisation
+        return lambda grid: run_method(name, workload, ring, cadence, grid, bytes_each).utilisation
 
     for name, each in compared(setup.config.sync, layers, setup.config.adapter is not None).items():
         traffic, schedule = each.traffic(setup.method_context), each.schedule(layers)

@@ -283,7 +283,7 @@ def reduce_note(config: TrainConfig) -> str | None:
             if count < SPARSE_ROUNDS
             else None
         )
-    if config.reduce.codec == "none" or config.reduce.second != "none":
+    if config.reduce.codec == "none" or config.reduce.second != "none" or config.reduce.phases == 1:
         return None
     return (
         f"The second phase of messages stays in float32: reduce.codec {config.reduce.codec} shortens the first alone. "
