@@ -209,11 +209,19 @@ class Method:
     label: str  # name for tables
     gather_codec: str | None = None  # wire format of the second half, if it differs from the codec's
 
-    def bytes_per_parameter(self, codec: str | None = None) -> float:
-        """Return the mean bytes of a parameter in the two halves of its reduction, with a codec or the default."""
+    def bytes_per_parameter(self, codec: str | None = None, each: int = 2) -> float:
+        """Return the mean bytes of a parameter in the two halves of its reduction, with a codec or the default.
+
+        - `each`: sites, if each sends whole messages to all others in place of two phases
+        """
         scattered = PAYLOADS[codec or self.codec].bytes_per_parameter
         gathered = PAYLOADS[self.gather_codec].bytes_per_parameter if self.gather_codec else scattered
-        return (scattered + gathered) / 2
+        return (scattered + gathered) / 2 * (each / 2 if self.joins_rounds else 1)
+
+    @property
+    def joins_rounds(self) -> bool:
+        """Return whether sites join their parameters in rounds, and not their gradients in each step."""
+        return self.schedule not in (data_parallel, psdp)
 
 
 METHODS = {

@@ -18,10 +18,11 @@ from gregale.cost.overlap import DENSE
 from gregale.errors import UserError
 from gregale.model.config import ComputeConfig
 from gregale.model.llama import LlamaConfig
+from gregale.optim import MuonConfig
 from gregale.programs.plan.devices import Target, topology_target
 from gregale.programs.plan.estimates import tree_bytes
 from gregale.programs.plan.report import kernels_of, report_of
-from gregale.programs.plan.step import DUMPED, Plan, plan_step, read_dump
+from gregale.programs.plan.step import DUMPED, MEMORY, Plan, plan_step, read_dump
 from gregale.runs.config import BatchConfig, TrainConfig
 from tests.programs.plans import tables
 
@@ -75,6 +76,15 @@ def test_nothing_crosses_slices_inside_the_microbatch_loop(plan):
     assert {each.times for each in inside} >= {MICROBATCHES, MICROBATCHES * 2}, "two patterns of two layers"
     assert plan.setup.compiler_options["xla_tpu_enable_ici_ar_pipelining"]
     assert " conditional(" not in plan.step.text
+
+
+def test_layers_with_a_loop_of_their_own_compile(target):
+    """The compiler ends itself over one of which it pipelines the sums of several microbatches."""
+    model = replace(MODEL, layers=2, sliding_window=None, full_layers=())
+    config = replace(CONFIG, model=model, optimizer=MuonConfig(qk_clip=50.0))
+    found = plan_step(config, TOKENS, target, MEMORY)
+    assert found.setup.compiler_options["xla_tpu_enable_ici_ar_pipelining"] is False
+    assert between_slices_in_loops(found.step.audit) == []
 
 
 def test_each_update_crosses_once(plan):

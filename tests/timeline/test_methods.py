@@ -96,3 +96,5 @@ def test_a_codec_shrinks_only_the_gradients_of_psdp():
     assert METHODS["psdp"].bytes_per_parameter() == 4.0
     assert METHODS["loco"].bytes_per_parameter() == (0.53125 + 4) / 2
     assert METHODS["diloco"].bytes_per_parameter("int4") == 0.53125
+    assert METHODS["diloco"].bytes_per_parameter("int4", each=8) == 4 * 0.53125, "7 messages are 2 * 7 / 8 of four"
+    assert METHODS["psdp"].bytes_per_parameter(each=8) == 4.0

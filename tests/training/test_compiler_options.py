@@ -32,7 +32,7 @@ def test_each_family_has_its_own_and_its_compiler_takes_them(topology, count, ki
     given = {**dict.fromkeys(DEFAULTS[kind], False), name: value}
     assert compiler_options(given, mesh) == given, "what is given goes first"
     check_compiler_options(compiler_options({name: value}, mesh) or {}, mesh)
-    assert (compiler_options({}, mesh, experts=True) or {})["xla_tpu_enable_ici_ar_pipelining"] is False
+    assert (compiler_options({}, mesh, pipelines_sums=False) or {})["xla_tpu_enable_ici_ar_pipelining"] is False
     with pytest.raises(
         UserError, match=r"compiler for TPU .* does not take them: No such compile option: 'xla_nonsense'"
     ):

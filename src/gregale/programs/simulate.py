@@ -59,6 +59,9 @@ class SimulateConfig(Settings):
     codec: str | None = setting(
         None, "Wire format of every method, in place of each method's own.", choices=tuple(PAYLOADS)
     )
+    phases: int = setting(
+        2, "1: a site sends its message to all others (`reduce.phases`); not of `psdp` and the like.", range=whole(1, 2)
+    )
     period_steps: int = setting(
         100, "H: steps between two reductions of one parameter.", range=whole(1), aliases=("period",)
     )
@@ -123,7 +126,10 @@ def main(config: SimulateConfig) -> int:
     ring = Ring(config.sites, config.latency_seconds)
 
     def runs_at(gbit_per_second: np.ndarray) -> dict[str, Run]:
-        wire = {name: METHODS[name].bytes_per_parameter(config.codec) for name in config.methods}
+        wire = {
+            name: METHODS[name].bytes_per_parameter(config.codec, config.sites if config.phases == 1 else 2)
+            for name in config.methods
+        }
         return {name: run_method(name, workload, ring, cadence, gbit_per_second, wire[name]) for name in wire}
 
     asked = runs_at(np.array(config.bandwidth)) if config.bandwidth else {}

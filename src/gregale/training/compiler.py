@@ -178,20 +178,21 @@ GPUS = "NVIDIA "
 PLATFORMS = ("cpu", "gpu", "tpu")
 
 
-def compiler_options(given: CompilerOptions, mesh: Mesh, experts: bool = False) -> CompilerOptions | None:
+def compiler_options(given: CompilerOptions, mesh: Mesh, pipelines_sums: bool = True) -> CompilerOptions | None:
     """Return the options for the devices of a mesh; `given` options override the defaults. None if there are none.
 
     Options of another platform (`xla_tpu_...` on a CPU) are ignored, so that a run can be sampled elsewhere.
 
-    - `experts`: layers have experts. Sums of their gradients that are pipelined by a layer do not fit in a TPU's vector
-      memory: the compiler rejects the program. Without that it sums and scatters most of them in one step.
+    - `pipelines_sums`: sums of gradients may be pipelined by a layer. Those of experts do not fit in a TPU's vector
+      memory: the compiler rejects the program. Over layers with a loop of their own (the largest logits of
+      `optimizer.qk_clip`) it ends itself. Without that it sums and scatters most of them in one step.
     """
     device = mesh.devices.flat[0]
     kind = getattr(device, "device_kind", "")
     defaults = GPU_DEFAULTS if kind.startswith(GPUS) else DEFAULTS.get(kind, {})
     others = tuple(f"xla_{platform}_" for platform in PLATFORMS if platform != device.platform)
     own = {name: value for name, value in given.items() if not name.startswith(others)}
-    if experts and _PIPELINED_SUMS in defaults:
+    if not pipelines_sums and _PIPELINED_SUMS in defaults:
         defaults = {**defaults, _PIPELINED_SUMS: False}
     return {**defaults, **own} or None
 
