@@ -41,6 +41,7 @@ REFUSED = [  # in the order of the rules: arguments, and what the message has be
     (f"{TUNED} --model.parametrisation.type complete_p", "adapter is set and model.parametrisation is set"),
     ("--model.parametrisation.type complete_p --optimizer.type sgd", "optimizer.type is sgd"),
     (f"{QK_CLIP} --model.qk_norm true", "model.qk_norm is true"),
+    (f"{QK_CLIP} --model.type gemma --model.score_softcap 50", "model.score_softcap is 50"),
     (f"{QK_CLIP} {PIPELINE}", "pipeline is set"),
     (f"{QK_CLIP} {TUNED}", "adapter is set"),
     (f"{QK_CLIP} {DPO}", "objective.type is dpo: optimizer.qk_clip is for"),

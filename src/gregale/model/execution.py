@@ -443,17 +443,27 @@ class SelfAttention:
         The partitioner would gather all operands of a kernel. Axes that are mapped outside of this call (`replica`, and
         a pipeline's `stage` and `data`) stay split.
         """
+        return self._attended(self.kernels.attend, False, q, k, v, segments, window, cap, sinks)
+
+    def attend_with_largest(self, q, k, v, segments, window: int | None, cap: float | None = None, sinks=None):
+        """Return the same and its largest scores, see `AttendWithLargest`; None for a form that has none."""
+        if (attend := self.kernels.attend_with_largest) is None:
+            return self.attend(q, k, v, segments, window, cap, sinks), None
+        return self._attended(attend, True, q, k, v, segments, window, cap, sinks)
+
+    def _attended(self, attend: Callable, largest: bool, q, k, v, segments, window, cap, sinks) -> Any:
         if not self.kernels.opaque:
-            return self.kernels.attend(q, k, v, segments, window, cap, sinks)
+            return attend(q, k, v, segments, window, cap, sinks)
         query, key, ids = (
             self.layout.spec((BATCH, POSITION, *rest), self.layout.compute)
             for rest in (("heads", "head_size"), ("kv_heads", "head_size"), ())
         )
 
-        def attend(q, k, v, segments, sinks) -> jax.Array:
-            return self.kernels.attend(q, k, v, segments, window, cap, sinks)
+        def on_device(q, k, v, segments, sinks):
+            return attend(q, k, v, segments, window, cap, sinks)
 
-        run = self.layout.shard_map(attend, (query, key, key, ids, query), query)
+        scores = self.layout.spec((BATCH, POSITION, "heads"), self.layout.compute)
+        run = self.layout.shard_map(on_device, (query, key, key, ids, query), (query, scores) if largest else query)
         return run(q, k, v, segments, sinks)
 
 

@@ -121,11 +121,17 @@ class Attention(eqx.Module):
         It also returns `largest_logits` by their name if the execution `measures_logits`, as constants.
         """
         q, k, v = self.project(x, positions, kind, execution)
-        out = execution.summed(self.attended(q, k, v, segments, kind, execution), "attention_out")
+        attended, largest = self.attended(q, k, v, segments, kind, execution, execution.measures_logits)
+        out = execution.summed(attended, "attention_out")
         if not execution.measures_logits:
             return out, {}
-        q, k = jax.lax.stop_gradient((q, k))
-        return out, {LARGEST_LOGITS: self._largest(q, k, segments, kind, execution)}
+        if largest is None:
+            q, k = jax.lax.stop_gradient((q, k))
+            return out, {LARGEST_LOGITS: self._largest(q, k, segments, kind, execution)}
+        of_heads = jnp.max(jax.lax.stop_gradient(largest), axis=1)  # [batch, heads]
+        KvHeads = self.config.KvHeads
+        of_groups = jnp.max(of_heads.reshape(of_heads.shape[0], KvHeads.size, -1), axis=-1)
+        return out, {LARGEST_LOGITS: NamedArray(of_groups, (BATCH, KvHeads.name))}
 
     def largest_logits(
         self, x: NamedArray, positions: NamedArray, segments: NamedArray | None, kind: Kind, execution: Execution
@@ -150,7 +156,7 @@ class Attention(eqx.Module):
     ) -> tuple[NamedArray, Cache]:
         """Return attention's output for prompts, and the cache for `decode`."""
         q, k, v = self.project(x, positions, kind, execution)
-        return self.attended(q, k, v, segments, kind, execution), Cache.of_prompt(k, v, slots, execution)
+        return self.attended(q, k, v, segments, kind, execution)[0], Cache.of_prompt(k, v, slots, execution)
 
     def decode(
         self, x: NamedArray, cache: Cache, turn: DecodeStep, kind: Kind, execution: Execution
@@ -178,8 +184,13 @@ class Attention(eqx.Module):
 
         return replace(self, query=scaled(self.query, of_queries), key=scaled(self.key, of_keys))
 
-    def attended(self, q, k, v, segments: NamedArray | None, kind: Kind, execution: Execution) -> NamedArray:
-        """Return causal attention of a whole sequence after its output projection: [Batch, Position, Embed]."""
+    def attended(
+        self, q, k, v, segments: NamedArray | None, kind: Kind, execution: Execution, measures: bool = False
+    ) -> tuple[NamedArray, jax.Array | None]:
+        """Return causal attention of a whole sequence after its output projection: [Batch, Position, Embed].
+
+        - `measures`: the largest scores of queries too, as of `AttendWithLargest`, if attention's form has them
+        """
         q, k, v = (a.rearrange(ORDER) for a in (q, k, v))
         ids = None if segments is None else segments.rearrange((BATCH, POSITION)).array
 
@@ -187,11 +198,12 @@ class Attention(eqx.Module):
         if sinks is not None:  # of each query, so that the sum of its gradient over tokens is that of a bias
             sinks = jnp.broadcast_to(sinks.array.astype(jnp.float32)[:, None], (*q.array.shape[:3], 1))
 
-        def attend(of: LayerKind, q, k, v, ids, sinks) -> jax.Array:
-            return execution.attend(q, k, v, ids, of.window, self.config.score_softcap, sinks)
+        def attend(of: LayerKind, q, k, v, ids, sinks) -> tuple[jax.Array, jax.Array | None]:
+            given = q, k, v, ids, of.window, self.config.score_softcap, sinks
+            return execution.attend_with_largest(*given) if measures else (execution.attend(*given), None)
 
-        attended = by_kind(self.config, kind, attend, q.array, k.array, v.array, ids, sinks)
-        return execution.project(self.out, execution.placed(NamedArray(attended, q.axis_names)))
+        attended, largest = by_kind(self.config, kind, attend, q.array, k.array, v.array, ids, sinks)
+        return execution.project(self.out, execution.placed(NamedArray(attended, q.axis_names))), largest
 
 
 def linear(In, Out, scale: float, key, bias: bool = False) -> Linear:

@@ -117,6 +117,7 @@ RULES = (
         "model.scalings & optimizer.scales_rates: false",
     ),
     Rule("optimizer.qk_clip & model.qk_norm", NORMS_BOUND),
+    Rule("optimizer.qk_clip & model.score_softcap", "the cap bounds attention's logits already. Leave {0} out."),
     Rule(
         "optimizer.qk_clip & pipeline", "stages add what layers return, and do not compare it. Leave one of them out."
     ),

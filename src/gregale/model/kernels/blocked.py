@@ -26,14 +26,20 @@ def attend(q, k, v, segments, window: int | None, cap: float | None = None, sink
     Rows are padded to whole blocks with tokens after all others, which no token sees. All is computed in float32: CPUs
     have no faster products, and the derivative by a score subtracts a sum over the output, which is then not rounded.
     """
+    return attend_with_largest(q, k, v, segments, window, cap, sinks)[0]
+
+
+def attend_with_largest(q, k, v, segments, window: int | None, cap: float | None = None, sinks=None):
+    """Return `attend` and the largest scores, see `AttendWithLargest`."""
     dtype, length = q.dtype, q.shape[1]
     blocks = Blocks.of_sequence(length, CPU_ROWS, window)
     q, k, v = (_padded(x.astype(jnp.float32), blocks) for x in (q, k, v))
     ids = None if segments is None else (_padded(segments, blocks),) * 2
     sinks = None if sinks is None else _padded(sinks, blocks)
-    output: Any = attend_blocks(blocks, cap, q, k, v, ids, jnp.asarray(pairs_of(blocks)[0]), sinks)
+    found: Any = attend_blocks(blocks, cap, q, k, v, ids, jnp.asarray(pairs_of(blocks)[0]), sinks)
+    output, largest = found
     output = output if output.shape[1] == length else output[:, :length]  # a slice would be saved beside it
-    return output.astype(dtype)
+    return output.astype(dtype), largest[:, :length]
 
 
 def _padded(x: jax.Array, blocks: "Blocks") -> jax.Array:
@@ -118,8 +124,8 @@ def pairs_of(blocks: Blocks) -> np.ndarray:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def attend_blocks(blocks: Blocks, cap: float | None, q, k, v, ids, pairs: jax.Array, sinks=None) -> jax.Array:
-    """Compute what `Attend` says for the queries of a device.
+def attend_blocks(blocks: Blocks, cap: float | None, q, k, v, ids, pairs: jax.Array, sinks=None):
+    """Return what `Attend` says for the queries of a device, and their largest scores [batch, position, heads].
 
     - `q`: [batch, position of the device, heads, head_size]
     - `k`, `v`: [batch, position, kv_heads, head_size], positions in the order that `pairs` numbers them in
@@ -152,16 +158,17 @@ def _attend_forward(blocks: Blocks, cap, q, k, v, ids, pairs, sinks):
     output, exponent = with_sinks(output / total[..., None], top + jnp.log(total), sinks)
     output = checkpoint_name(heads.rows(output).astype(q.dtype), ATTENTION_NAME)
     exponent = checkpoint_name(exponent, ATTENTION_NAME)  # log of the sum of exp(scores)
-    return output, (q, k, v, ids, pairs, sinks, output, exponent)
+    return (output, heads.rows(top[..., None])[..., 0]), (q, k, v, ids, pairs, sinks, output, exponent)
 
 
-def _attend_backward(blocks: Blocks, cap, saved, cotangent):
+def _attend_backward(blocks: Blocks, cap, saved, cotangents):
     """Compute dv = p^T do, dq = ds k, dk = ds^T q, with weights p, ds = p (do v^T - sum(do o)) / sqrt(size).
 
     With a cap c, ds has the factor 1 - (s / c)^2, where s is capped. dk and dv are computed transposed, q^T ds and
     do^T p, so that no matrix of weights is transposed.
     """
     q, k, v, ids, pairs, sinks, output, exponent = saved
+    cotangent, _ = cotangents
     heads = _Heads(blocks, cap, q, k, ids)
     queries, keys, values = heads.queries(q), heads.keys(k), heads.keys(v)
     by_output = heads.queries(cotangent)
@@ -262,6 +269,12 @@ class Gathered:
     rows: int
 
     def __call__(self, q, k, v, segments, window: int | None, cap: float | None = None, sinks=None) -> jax.Array:
+        return self.with_largest(q, k, v, segments, window, cap, sinks)[0]
+
+    def with_largest(
+        self, q, k, v, segments, window: int | None, cap: float | None = None, sinks=None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return the attention and the largest scores, see `AttendWithLargest`."""
         chunk = q.shape[1] // 2
         reach = chunks_reached(chunk, self.devices, window)
         blocks = Blocks.of_chunks(chunk, self.devices, self.rows, window, reach)
@@ -271,4 +284,5 @@ class Gathered:
             gather = partial(halo, devices=self.devices, reach=reach)
         ids = None if segments is None else (segments, whole(segments, self.devices))
         pairs = jnp.asarray(pairs_of(blocks))[jax.lax.axis_index(CONTEXT)]
-        return attend_blocks(blocks, cap, q, gather(k), gather(v), ids, pairs, sinks)
+        found: Any = attend_blocks(blocks, cap, q, gather(k), gather(v), ids, pairs, sinks)
+        return found

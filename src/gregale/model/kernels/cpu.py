@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from haliax import NamedArray
 from haliax.nn import Linear
 
-from gregale.model.kernels.blocked import attend
+from gregale.model.kernels.blocked import attend, attend_with_largest
 from gregale.model.kernels.operations import (
     PLAIN,
     Kernels,
@@ -36,6 +36,7 @@ def cpu_kernels() -> Kernels:
         rms_norm=rms_norm,
         rotate=rotate,
         attend=attend,
+        attend_with_largest=attend_with_largest,
     )
 
 

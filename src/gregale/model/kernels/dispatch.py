@@ -9,9 +9,9 @@ import jax.numpy as jnp
 
 from gregale.errors import UserError
 from gregale.model.kernels import gpu
-from gregale.model.kernels.blocked import CPU_ROWS, ROWS, Gathered
+from gregale.model.kernels.blocked import CPU_ROWS, ROWS, Gathered, attend, attend_with_largest
 from gregale.model.kernels.cpu import cpu_kernels
-from gregale.model.kernels.operations import PLAIN, Attend, Kernels
+from gregale.model.kernels.operations import PLAIN, Attend, AttendWithLargest, Kernels
 from gregale.model.kernels.tpu.blocks import LARGEST_HEAD_SIZE
 from gregale.model.kernels.tpu.kernels import tpu_kernels
 from gregale.model.kernels.tpu.splash import Splash
@@ -41,12 +41,12 @@ class AttentionKernel:
     """A form of attention.
 
     - `misfit(task)`: the reason why it is unusable, as the end of a sentence; None: it is usable
-    - `attend(task)`: the function that computes it
+    - `attend(task)`: the function that computes it, and that which also returns the largest scores, if it has it
     - `opaque`: see `Kernels`
     """
 
     misfit: Callable[[KernelRequest], str | None]
-    attend: Callable[[KernelRequest], Attend]
+    attend: Callable[[KernelRequest], tuple[Attend, AttendWithLargest | None]]
     opaque: bool
 
 
@@ -75,6 +75,11 @@ def _off_cudnn(task: KernelRequest) -> str | None:
     return None
 
 
+def _splash(task: KernelRequest) -> tuple[Attend, AttendWithLargest]:
+    kernel = Splash(task.device.device_kind)
+    return kernel, kernel.with_largest
+
+
 def _off_rules(task: KernelRequest) -> str | None:
     if task.platform == "cpu" and task.rules == "auto":
         return None
@@ -88,10 +93,10 @@ OWN_RULES: dict[str, Callable[[Any], Kernels]] = {  # of platforms, for a device
 
 # Fastest first. `blocked` cannot be chosen by name: it is one of the rules (`compute.autodiff_rules`).
 FORMS = {
-    "splash": AttentionKernel(_off_tpu, lambda task: Splash(task.device.device_kind), opaque=True),
-    "cudnn": AttentionKernel(_off_cudnn, lambda task: gpu.attend, opaque=True),
-    "blocked": AttentionKernel(_off_rules, lambda task: cpu_kernels().attend, opaque=False),
-    "xla": AttentionKernel(lambda task: None, lambda task: PLAIN.attend, opaque=False),
+    "splash": AttentionKernel(_off_tpu, _splash, opaque=True),
+    "cudnn": AttentionKernel(_off_cudnn, lambda task: (gpu.attend, None), opaque=True),
+    "blocked": AttentionKernel(_off_rules, lambda task: (attend, attend_with_largest), opaque=False),
+    "xla": AttentionKernel(lambda task: None, lambda task: (PLAIN.attend, None), opaque=False),
 }
 
 
@@ -108,7 +113,8 @@ def kernels_for(task: KernelRequest, attention: str) -> Kernels:
     form = FORMS[name]
     if (misfit := form.misfit(task)) is not None:
         raise UserError(f"compute.attention is {name}, but {misfit}. `auto` would take {_fastest(task)} here.")
-    return replace(_rules(task), attention=name, opaque=form.opaque, attend=form.attend(task))
+    chosen, with_largest = form.attend(task)
+    return replace(_rules(task), attention=name, opaque=form.opaque, attend=chosen, attend_with_largest=with_largest)
 
 
 def check_matmul(matmul: str, device: Any) -> None:
@@ -135,8 +141,8 @@ def _shared(task: KernelRequest, attention: str) -> Kernels:
     """Return the operations for sequences that several devices share."""
     rules, misfit = _rules(task), _off_tpu(task)
     if attention in ("auto", "splash") and misfit is None:
-        attend = Splash(task.device.device_kind, devices=task.context)
-        return replace(rules, attention="splash", opaque=True, attend=attend)
+        kernel = Splash(task.device.device_kind, devices=task.context)
+        return replace(rules, attention="splash", opaque=True, attend=kernel, attend_with_largest=kernel.with_largest)
     if attention not in ("auto", "xla"):
         reason = misfit if attention == "splash" else "it has no form for sequences that several devices share"
         raise UserError(
@@ -147,7 +153,8 @@ def _shared(task: KernelRequest, attention: str) -> Kernels:
     if rules.rules == "cpu":
         # Batch and positions are both split, so the partitioner could not join them to one axis.
         own, rows = replace(rules, project=PLAIN.project), CPU_ROWS
-    return replace(own, attention="gathered", opaque=True, attend=Gathered(task.context, rows))
+    form = Gathered(task.context, rows)
+    return replace(own, attention="gathered", opaque=True, attend=form, attend_with_largest=form.with_largest)
 
 
 def _rules(task: KernelRequest) -> Kernels:

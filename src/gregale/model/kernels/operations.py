@@ -48,6 +48,10 @@ class Attend(Protocol):
     def __call__(self, q, k, v, segments, window: int | None, cap: float | None = None, sinks=None) -> jax.Array: ...
 
 
+AttendWithLargest = Callable[..., tuple[jax.Array, jax.Array | None]]
+"""The same with the largest score of each query, capped and without sinks, a constant: [batch, position, heads]."""
+
+
 @dataclass(frozen=True)
 class Kernels:
     """One form of every operation. All forms compute equal values and gradients up to rounding.
@@ -66,6 +70,7 @@ class Kernels:
     - `opaque`: attention is a kernel, which the partitioner cannot split: it must run on each device's own rows and
       heads (`Execution.attend` does)
     - `attend`: causal self-attention; the single queries of generation use `Cache.attend`
+    - `attend_with_largest`: the same with the largest scores; None: this form has none
     - `grouped`: products of rows with the matrices of their groups, inside of `jax.shard_map`
     - `grouped_int8`: the same of 8-bit integers, see `gregale.model.kernels.grouped_int8`
     """
@@ -82,6 +87,7 @@ class Kernels:
     grouped: GroupedProducts
     grouped_int8: GroupedProducts
     hands_on_squares: bool = False
+    attend_with_largest: AttendWithLargest | None = None
 
 
 CLIP_LIMIT, CLIP_SLOPE = 7.0, 1.702  # of gpt-oss

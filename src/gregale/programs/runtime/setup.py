@@ -268,7 +268,8 @@ def placed(config: TrainConfig, tokens: int, mesh: Mesh | None) -> Setup:
     check_arrays(config.mapping, layout, [weight.axes for weight in weights], divides=own)
     check_parameters(model)
     callbacks = tuple(built(each) for each in config.callbacks)
-    plain_layers = config.model.experts is None and config.optimizer.qk_clip is None
+    has_largest = execution(config.compute, layout, config.model).kernels.attend_with_largest is not None
+    plain_layers = config.model.experts is None and (has_largest or config.optimizer.qk_clip is None)
     options = compiler_options(config.compute.compiler_options, layout.mesh, plain_layers)
     psdp = partial(psdp_on, config, model, callbacks)
     context = MethodContext(layout, psdp, config.reduce, config.steps, config.seed, options)

@@ -11,6 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from gregale.axes.layout import BATCH, POSITION
 from gregale.axes.parameters import position_order
+from gregale.model.kernels.cpu import cpu_kernels
 from gregale.model.kernels.operations import PLAIN
 from gregale.model.kernels.tpu import blocks as sizes
 from gregale.model.kernels.tpu.attention_block_grid import (
@@ -29,6 +30,7 @@ from tests.mesh.support import layout_of
 from tests.model.kernels.forms import assert_equal
 
 V5E, V6E = "TPU v5 lite", "TPU v6 lite"
+CPU = cpu_kernels()
 # A simulated TPU: scratch begins as NaN, transfers end when they are awaited, and races are errors.
 LIKE_A_TPU = pltpu.InterpretParams(uninitialized_memory="nan", dma_execution_mode="on_wait", detect_races=True)
 SPLASH = replace(PLAIN, attention="splash", opaque=True, attend=Splash(V5E, interpret=True))
@@ -81,6 +83,22 @@ def test_attention_with_sinks(small_blocks):
         return lambda q, k, v, sinks: kernels.attend(q, k, v, segments, 70, None, sinks)
 
     assert_equal(form, SPLASH, arrays, jnp.float32)
+
+
+@pytest.mark.parametrize("form", [Splash(V5E, interpret=LIKE_A_TPU).with_largest, CPU.attend_with_largest])
+def test_the_largest_scores_of_queries(small_blocks, form):
+    """Of an odd length, in several blocks: NumPy's over all keys that a query sees; sinks are none of them."""
+    random, window = np.random.default_rng(0), 70
+    q, k, v = (random.normal(size=(2, 300, heads, 16)).astype(np.float32) for heads in (4, 2, 2))
+    segments = np.sort(random.integers(0, 4, (2, 300)), axis=1)
+    sinks = np.full((2, 300, 4, 1), 1e3, np.float32)
+    output, largest = jax.jit(form, static_argnums=(4, 5))(q, k, v, segments, window, None, sinks)
+    scores = np.einsum("bqhd,bkhd->bhqk", q, np.repeat(k, 2, axis=2)) / 4
+    back = np.arange(300)[:, None] - np.arange(300)
+    sees = (segments[:, :, None] == segments[:, None]) & (back >= 0) & (back < window)
+    expected = np.where(sees[:, None], scores, -np.inf).max(-1)
+    np.testing.assert_allclose(largest, expected.swapaxes(1, 2), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(output, PLAIN.attend(q, k, v, segments, window, None, sinks), atol=1e-5)
 
 
 @pytest.mark.parametrize(

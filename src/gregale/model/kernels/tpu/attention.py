@@ -172,8 +172,10 @@ def columns_of(ids, size: int):
     return None if ids is None else pltpu.VMEM((size, LANES), jnp.int32)
 
 
-def forward(kernel: Kernel, q, k, v, ids) -> tuple[jax.Array, jax.Array]:
-    """Return softmax(q k^T) v, and log2 of the sum of 2^scores: float32 [batch, heads, position].
+def forward(kernel: Kernel, q, k, v, ids, largest: bool) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Return softmax(q k^T) v, log2 of the sum of 2^scores, and if asked the largest scores.
+
+    The last two are float32 [batch, heads, position].
 
     - `ids`: segments of queries and of keys, int32 [batch, position] each; None: one segment
     """
@@ -181,18 +183,20 @@ def forward(kernel: Kernel, q, k, v, ids) -> tuple[jax.Array, jax.Array]:
     size = kernel.block.size
     of_q, of_kv = block_indices(heads // k.shape[1])
     block, row = (None, None, size, width), (None, None, 1, size)
-    out, exponent = kernel.call(
+    of_queries = ((batch, heads, 1, length), jnp.float32, row, lanes_of(of_q))
+    out, exponent, *top = kernel.call(
         "splash_mha_fwd",
-        partial(_forward, kernel),
+        partial(_forward, kernel, largest),
         kernel.pairs.by_rows(),
         [(q, block, of_q), (k, block, of_kv), (v, block, of_kv), *segment_inputs(ids, size, of_q, of_kv)],
-        [(q.shape, q.dtype, block, of_q), ((batch, heads, 1, length), jnp.float32, row, lanes_of(of_q))],
+        [(q.shape, q.dtype, block, of_q), *[of_queries] * (1 + largest)],
         [*[pltpu.VMEM((size, LANES), jnp.float32)] * 2, pltpu.VMEM((size, width), jnp.float32), columns_of(ids, size)],
     )
-    return out, exponent[:, :, 0]
+    return out, exponent[:, :, 0], top[0][:, :, 0] if top else None
 
 
-def _forward(kernel: Kernel, table, q, k, v, q_ids, k_ids, out, exponent, top, total, sums, columns):
+def _forward(kernel: Kernel, largest: bool, table, q, k, v, q_ids, k_ids, out, exponent, *others):
+    highest, top, total, sums, columns = others if largest else (None, *others)
     step = Step.of(table, pl.program_id(2))
     width = out.shape[-1]
 
@@ -224,6 +228,8 @@ def _forward(kernel: Kernel, table, q, k, v, q_ids, k_ids, out, exponent, top, t
         whole = jnp.broadcast_to(jnp.sum(total[...], axis=-1, keepdims=True), total.shape)
         out[...] = (sums[...] / wide(whole, width)).astype(out.dtype)
         exponent[...] = (top[...] + jnp.log2(whole)).T[:1]
+        if highest is not None:
+            highest[...] = top[...].T[:1]
 
 
 class Inputs(NamedTuple):

@@ -34,9 +34,20 @@ class Splash:
     devices: int = 1  # that share a sequence
 
     def __call__(self, q, k, v, segments, window: int | None, cap: float | None = None, sinks=None) -> jax.Array:
+        return self._attended(q, k, v, segments, window, cap, sinks, largest=False)[0]
+
+    def with_largest(
+        self, q, k, v, segments, window: int | None, cap: float | None = None, sinks=None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Return the attention and the largest scores, see `AttendWithLargest`."""
+        return self._attended(q, k, v, segments, window, cap, sinks, largest=True)
+
+    def _attended(
+        self, q, k, v, segments, window: int | None, cap: float | None, sinks, largest: bool
+    ) -> tuple[jax.Array, jax.Array | None]:
         length, heads, head_size = q.shape[1:]
         if self.devices > 1 and length % (2 * LANES):
-            return Gathered(self.devices, ROWS)(q, k, v, segments, window, cap, sinks)
+            return Gathered(self.devices, ROWS).with_largest(q, k, v, segments, window, cap, sinks)
         shape = length, window, head_size, heads // k.shape[2]
         reach, of_keys = chunks_reached(length // 2, self.devices, window), segments
         if self.devices == 1:
@@ -51,8 +62,11 @@ class Splash:
         sinks = None if sinks is None else _filled(sinks, own).swapaxes(1, 2)
         ids = None if segments is None or of_keys is None else _segment_ids((segments, own), (of_keys, blocks.length))
         devices, before = (self.devices, None) if reach is None else (1, reach * length // 2)
-        attended: Any = _attend(Call(blocks, devices, before, window, cap, self.interpret), q, k, v, ids, sinks)
-        return attended.swapaxes(1, 2)[:, :length, :, :head_size]
+        call = Call(blocks, devices, before, window, cap, largest, self.interpret)
+        found: Any = _attend(call, q, k, v, ids, sinks)
+        attended, top = found
+        top = None if top is None else log(2) * top.swapaxes(1, 2)[:, :length]
+        return attended.swapaxes(1, 2)[:, :length, :, :head_size], top
 
 
 def _filled(x: jax.Array, length: int) -> jax.Array:
@@ -89,6 +103,7 @@ class Call:
 
     - `devices`: whose queries share the keys
     - `before`: keys before each of the device's two chunks; None: the keys are those of the whole sequence
+    - `largest`: whether the forward pass also returns the largest scores
     """
 
     blocks: Blocks
@@ -96,6 +111,7 @@ class Call:
     before: int | None
     window: int | None
     cap: float | None
+    largest: bool
     interpret: bool
 
     def kernel(self, forward: bool):
@@ -111,25 +127,26 @@ class Call:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(call: Call, q, k, v, ids, sinks) -> jax.Array:
+def _attend(call: Call, q, k, v, ids, sinks):
     return _attend_forward(call, q, k, v, ids, sinks)[0]
 
 
 def _attend_forward(call: Call, q, k, v, ids, sinks):
     from gregale.model.kernels.tpu.attention import forward
 
-    output, exponent = forward(call.kernel(forward=True), q, k, v, ids)
+    output, exponent, top = forward(call.kernel(forward=True), q, k, v, ids, call.largest)
     if sinks is not None:
         output, exponent = with_sinks(output, log(2) * exponent, sinks)
         exponent = exponent / log(2)
     output, exponent = (checkpoint_name(x, ATTENTION_NAME) for x in (output, exponent))
-    return output, (q, k, v, ids, sinks, output, exponent)
+    return (output, top), (q, k, v, ids, sinks, output, exponent)
 
 
-def _attend_backward(call: Call, saved, cotangent):
+def _attend_backward(call: Call, saved, cotangents):
     from gregale.model.kernels.tpu.attention import Inputs, fused, split
 
     q, k, v, ids, sinks, output, exponent = saved
+    cotangent, _ = cotangents
     along = jnp.sum(output.astype(jnp.float32) * cotangent.astype(jnp.float32), axis=-1)
     gradients = fused if call.blocks.fused else split
     found = gradients(call.kernel(forward=False), Inputs(q, k, v, ids, exponent, along, cotangent))
