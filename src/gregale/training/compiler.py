@@ -184,8 +184,8 @@ def compiler_options(given: CompilerOptions, mesh: Mesh, pipelines_sums: bool = 
     Options of another platform (`xla_tpu_...` on a CPU) are ignored, so that a run can be sampled elsewhere.
 
     - `pipelines_sums`: sums of gradients may be pipelined by a layer. Those of experts do not fit in a TPU's vector
-      memory: the compiler rejects the program. Over layers with a loop of their own (the largest logits of
-      `optimizer.qk_clip`) it ends itself. Without that it sums and scatters most of them in one step.
+      memory: the compiler rejects the program. Over the loop in which layers compute the largest logits of attention it
+      ends itself. Without that it sums and scatters most of them in one step.
     """
     device = mesh.devices.flat[0]
     kind = getattr(device, "device_kind", "")
