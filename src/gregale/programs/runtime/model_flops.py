@@ -20,6 +20,7 @@ from haliax import Axis
 from gregale.axes.layout import BATCH, POSITION, MappingConfig, MeshConfig, make_mesh
 from gregale.axes.parameters import buffers_of, trainable
 from gregale.cost.work import work_of
+from gregale.optim import AdamWConfig
 from gregale.programs.runtime.batches import abstract_batch
 from gregale.programs.runtime.setup import Setup, checked_layout, psdp_on
 
@@ -42,6 +43,7 @@ def model_flops(setup: Setup) -> ModelFlops:
         batch=replace(batch, size=rows, microbatches=1),
         compute=replace(config.compute, **plain, loss_block=rows * batch.sequence_length, compiler_options={}),
         mapping=MappingConfig(),
+        optimizer=AdamWConfig(),  # without the largest logits of `qk_clip`, which are no part of the model
         adapter=config.adapter and replace(config.adapter, base="dtype"),  # other bases take no `remat: none`
         pipeline=None,
     )
