@@ -2,6 +2,7 @@
 
     python -m benchmarks.unequal_links --bandwidths 100mbit 100mbit 50mbit 10mbit --codec int4
     python -m benchmarks.unequal_links --round_trip_ms 60
+    python -m benchmarks.unequal_links --bandwidths 10mbit 10mbit --codec topk:1     # in one phase
 
 Real groups in network namespaces, one process a member. As in a round, members measure their links, and the next reduce
 has the parts that follow. The bound: the slowest member sends its message once and receives the averages once, each at
@@ -36,7 +37,9 @@ TOKEN, SECONDS, PAYLOAD = b"a benchmark's token", 600.0, 0.95
 
 
 def reducer_of(codec: str, values: int) -> NetworkReducer:
-    config = ReduceConfig(codec=codec, gather_codec=codec, feedback=None)
+    name, _, phases = codec.partition(":")
+    second = {"phases": 1} if phases == "1" else {"gather_codec": name}
+    config = ReduceConfig(codec=name, feedback=None, **second)
     return NetworkReducer(config, {"theta|0": rows_of(values, config)})
 
 

@@ -96,9 +96,13 @@ def lock_step(failures: Failures, run: Division) -> float:
 
 
 def islands(failures: Failures, run: Division) -> float:
-    """Islands go on without one that fails. It comes back with the outer parameters, without its steps of a round."""
-    rate = run.chips / run.islands / failures.chip_mtbf
-    return useful_share(rate, failures.restart + run.heal, run.round)
+    """Islands go on without one that fails. It comes back without its steps of a round.
+
+    The others give it the outer parameters at the end of their round, half a round later on average. It is not counted
+    that they wait there for one that failed shortly before.
+    """
+    rate, until_round = run.chips / run.islands / failures.chip_mtbf, run.round / 2 if run.islands > 1 else 0.0
+    return useful_share(rate, failures.restart + until_round + run.heal, run.round)
 
 
 def elastic_islands(failures: Failures, run: Division) -> float:

@@ -67,7 +67,7 @@ def test_the_best_interval_and_islands_that_fail_alone():
     young = useful_share(rate, 60.0, (2 * 5.0 / rate) ** 0.5, 5.0)
     assert young <= data_parallel(FAILURES, run) <= 1.02 * young
     ten = Division(20_000, 10, 100.0, 20.0)
-    assert islands(FAILURES, ten) == islands(FAILURES, run)
+    assert islands(FAILURES, ten) == useful_share(rate, 60.0 + 100.0 / 2 + 20.0, 100.0)
     assert elastic_islands(FAILURES, ten) == elastic(FAILURES, run)
 
 
