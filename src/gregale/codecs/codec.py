@@ -477,7 +477,9 @@ class ReduceConfig(Settings):
         FeedbackConfig(), "error feedback; null: none", aliases=("error_feedback",)
     )
     gather_codec: str | None = setting(None, "second phase; null: float32", choices=SECOND_LEGS)
-    phases: int = setting(2, "1: everybody gets all messages, and averages them alone", range=whole(1, 2))
+    phases: int = setting(
+        2, "1: everybody gets all messages, and averages them alone", range=whole(1, 2), by_topic=True
+    )
     hadamard: bool = setting(False, "rotate blocks before quantisation")
     measure: bool = setting(False, "at evaluations, measure what quantising loses")
 
