@@ -115,7 +115,7 @@ def test_the_short_help_has_the_default_choices_and_the_topics_have_all(monkeypa
     assert "iterations" not in short, "Muon's own"
     assert "--sync.outer" not in short, "there is none with sync.type psdp"
     named = "adapter average data evaluation export mapping mesh model notes objective optimizer"
-    named += " skip_spikes stages sync trackers"
+    named += " reduce skip_spikes stages sync trackers"
     assert topics(TrainConfig) == named.split()
     assert "--mapping" not in short
 
