@@ -84,7 +84,7 @@ SHARDS_FOR_PSDP = (
 MOST_MOMENTUM = 0.5  # beside topk: docs/results/codecs.md
 LESS_MOMENTUM = (
     "what messages of topk lack is kept and sent later, which acts as momentum does. Both together go too far (0.9 "
-    "lost 0.47 nats in a small model). Set {0} to 0.5 or less and sync.outer.learning_rate to 1, or leave out sync.outer."
+    "lost 0.47 nats in a small model). Set {0} to 0.5 at most, sync.outer.learning_rate to 1, or leave out sync.outer."
 )
 OUTER_ONLY = "its replicas have no outer parameters of which an average could be kept. Leave average out."
 EXACT_ONLY = "the method sends float32 only. Set reduce.codec and reduce.gather_codec to none."
