@@ -1,6 +1,6 @@
 """The share of useful steps of islands that fail: the islands' own state machines beside `gregale simulate --failures`.
 
-    python -m benchmarks.failures [--islands 10 30] [--seconds 100000]
+    python -m benchmarks.failures [--islands 10 30] [--days 4]
 
 Islands with the real coordinator and state machines, in simulated time, stop at random and come back with an empty
 disk. A step is useful if a round has it.

@@ -83,7 +83,8 @@ def measure(network: Network, options: argparse.Namespace) -> None:
     tell(answers())
     (size,) = set(answers())
     slowest = min(map(bits_per_second, options.bandwidths)) * PAYLOAD
-    bound = 8 * size / slowest + 2 * options.round_trip_ms / 1000
+    sent = len(options.bandwidths) - 1 if options.codec.endswith(":1") else 1
+    bound = 8 * sent * size / slowest + 2 * options.round_trip_ms / 1000
     print(f"{options.codec}, {size / 1e6:.2f} MB a message, bound {bound:.2f} s")
     print("| reduce | parts of 256 | seconds | by the bound | levels of the links |")
     digests, split = set(), ()

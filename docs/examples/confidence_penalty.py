@@ -6,7 +6,7 @@ import haliax as hax
 
 from gregale.model.config import ModelConfig
 from gregale.model.llama import Llama, LlamaConfig
-from gregale.model.losses import Losses
+from gregale.model.losses import losses_of
 from gregale.settings import at_least, setting
 
 
@@ -25,10 +25,11 @@ class UnsureLlama(Llama):
     exports_as_llama = True  # only the loss differs
 
     def loss(self, batch, execution):
-        loss, weight = super().loss(batch, execution)
+        own = losses_of(super().loss(batch, execution))
         if execution.evaluates:
-            return loss, weight
+            return own
         logs = hax.nn.log_softmax(self.logits(batch, execution), axis="vocab")
         entropy = -hax.sum(hax.exp(logs) * logs, "vocab") * batch["loss_mask"]
         penalty = -self.config.penalty * hax.sum(entropy).scalar()
-        return Losses(loss, weight, {"confidence_penalty": penalty}, {"entropy": hax.sum(entropy).scalar()})
+        metrics = {**own.metrics, "entropy": hax.sum(entropy).scalar()}
+        return own._replace(auxiliary={**own.auxiliary, "confidence_penalty": penalty}, metrics=metrics)

@@ -61,5 +61,8 @@ def test_bytes_per_parameter():
         "topk": 112 / 4096,
     }
     assert {codec: wire_format(codec).bytes_per_parameter for codec in CODECS} == expected
+    one = ReduceConfig(codec="int4", phases=1)
+    assert one.bytes_per_parameter(8) * 2 * 7 / 8 == 7 * expected["int4"], "a message to each of seven others"
+    assert ReduceConfig(codec="int4", gather_codec="int4").bytes_per_parameter(8) == expected["int4"]
     for codec in CODECS:
         assert ReduceConfig(codec=codec, block=32).first_codec().format == wire_format(codec, 32)

@@ -3,14 +3,17 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from haliax import NamedArray
 
 from gregale.axes.layout import REPLICA, Layout, is_named
 from gregale.cost import audit
+from gregale.errors import UserError
 from gregale.methods.psdp import Psdp
 from gregale.model import layers
 from gregale.model.config import ExpertsConfig
@@ -20,10 +23,14 @@ from gregale.model.layers import largest_logits
 from gregale.model.llama import Llama
 from gregale.model.losses import LARGEST_LOGITS
 from gregale.optim import ConstantSchedule, MuonConfig
+from gregale.optim.config import GroupConfig
+from gregale.programs.runtime.setup import checked_loss
+from tests.cost.steps import small_setup
 from tests.mesh.support import (
     SMALL,
     assert_trees_close,
     executed,
+    first_state,
     held,
     kernels_of,
     layout_of,
@@ -155,6 +162,33 @@ def test_each_stack_has_the_logits_of_its_own_layers():
         np.testing.assert_allclose(now.query.weight.array, before.query.weight.array * by, rtol=1e-6)
         np.testing.assert_allclose(now.key.weight.array, before.key.weight.array * by, rtol=1e-6)
         np.testing.assert_array_equal(now.value.weight.array, before.value.weight.array)
+
+
+def clipped_setup(**optimizer):
+    others = {"optimizer": MuonConfig(learning_rate=1e-9, weight_decay=0.0, qk_clip=1e-6, **optimizer)}
+    return small_setup((1, 1, 1), others=others)
+
+
+def test_a_configured_step_shrinks_queries_and_keys_and_nothing_else():
+    setup = clipped_setup()
+    state = first_state(setup)
+    moved, _ = jax.jit(setup.method.step)(state.method, token_batch(rows=setup.config.batch.size, vocabulary=257))
+    before, after = state.method.parameters.blocks, moved.parameters.blocks
+    for name in ("query", "key"):
+        old, new = (getattr(blocks.attention, name).weight.array for blocks in (before, after))
+        assert np.abs(new).max() < 0.1 * np.abs(old).max()
+    for old, new in ((before.attention.value, after.attention.value), (before.mlp, after.mlp)):
+        assert_trees_close(new, old, atol=1e-6)
+
+
+def test_frozen_queries_and_losses_without_maxima_are_refused():
+    with pytest.raises(UserError, match=r"rate of layer\.0\.attention\.key\.weight is 0"):
+        clipped_setup(groups=(GroupConfig("*.key.*", learning_rate=0.0),))
+    setup = clipped_setup()
+    execution = executed(layout_of(), measures_logits=True)
+    model = SimpleNamespace(loss=lambda batch, execution: (jnp.float32(1), jnp.float32(1)))
+    with pytest.raises(UserError, match="returns no maxima of the name 'largest_logits'"):
+        checked_loss(setup.config.model, model, {}, execution)
 
 
 def by_oracle(model: Llama, batch) -> np.ndarray:

@@ -99,6 +99,7 @@ REFUSED = [  # in the order of the rules: arguments, and what the message has be
     ("--plugins '[gossip]' --sync.type gossip --reduce.codec int8", "sync.type is gossip"),
     ("--plugins '[gossip]' --sync.type gossip --mesh.replica 8 --average.every 2", "sync.type is gossip"),
     ("--sync.type diloco --mesh.replica 8 --reduce.codec topk --sync.outer.momentum 0.9", "and reduce.codec is topk"),
+    ("--sync.type diloco --mesh.replica 8 --reduce.codec topk --sync.outer.type adamw", "sync.outer.type is adamw"),
 ]
 RULES: list[Rule] = page_tables().every_rule()
 

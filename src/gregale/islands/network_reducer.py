@@ -4,7 +4,7 @@ Those reduce over an axis of the mesh, this one over a `Link` between processes.
 as uint8 rows (`communication.row_layout`). Codecs, feedback and the two phases are the same.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import jax
@@ -309,22 +309,23 @@ class _OnePhase:
         self._reducer, self._messages, self._link, self._timeout = reducer, messages, link, timeout_seconds
         self._weights = np.asarray(weights, np.float32)
         self._steps = _to_begin_with(error, reducer.config)[0]
-        self._peers = [rank for rank in range(link.size) if rank != link.rank]
+        self._peers = [(link.rank + step) % link.size for step in range(1, link.size)]
 
     def run(self) -> Reduced:
-        buckets, found = self._reducer.buckets(self._link.size), {}
+        buckets, rows = self._reducer.buckets(self._link.size), self._reducer.rows
+        gradient = {key: np.empty((each.count, each.row), np.float32) for key, each in rows.items()}
         posted = {number: self._post(number, bucket) for number, bucket in enumerate(buckets[:WAVES_AHEAD])}
         for number, bucket in enumerate(buckets):
             sends, received, own = posted.pop(number)
             for handle in [*sends, *(each.handle for each in received.values())]:
                 handle.wait(self._timeout)
+            arrived = {self._link.rank: own} | {rank: each.data for rank, each in received.items()}
+            for (key, row), values in self._averages(bucket, arrived):
+                gradient[key][row] = values
             if (ahead := number + WAVES_AHEAD) < len(buckets):
                 posted[ahead] = self._post(ahead, buckets[ahead])
-            arrived = {self._link.rank: own} | {rank: each.data for rank, each in received.items()}
-            found |= self._averages(bucket, arrived)
-        rows = self._reducer.rows
-        joined = {key: np.concatenate([found[key, row] for row in range(each.count)]) for key, each in rows.items()}
-        return Reduced({key: values[: rows[key].size] for key, values in joined.items()}, OwnError(self._steps, {}))
+        joined = {key: values.reshape(-1)[: rows[key].size] for key, values in gradient.items()}
+        return Reduced(joined, OwnError(self._steps, {}))
 
     def _post(self, number: int, bucket: list[Row]) -> tuple[list[Handle], dict[int, _Incoming], np.ndarray | None]:
         link, own, sends = self._link, None, []
@@ -338,17 +339,18 @@ class _OnePhase:
                 received[peer] = _Incoming(data, link.recv(peer, data, tag=number))
         return sends, received, own
 
-    def _averages(self, bucket: list[Row], arrived: Mapping[int, np.ndarray | None]) -> dict[Row, np.ndarray]:
-        found, start = {}, 0
+    def _averages(
+        self, bucket: list[Row], arrived: Mapping[int, np.ndarray | None]
+    ) -> Iterator[tuple[Row, np.ndarray]]:
+        start = 0
         for key, row in bucket:
             programs, (size, _) = self._reducer.programs(key), self._reducer.row_bytes(key)
             total = np.zeros(programs.size, np.float32)
             for rank, weight in enumerate(self._weights):
                 if weight > 0 and (data := arrived[rank]) is not None:
                     total += weight * np.asarray(programs.decode(data[start : start + size]))
-            found[key, row] = total / self._weights.sum()
+            yield (key, row), total / self._weights.sum()
             start += size
-        return found
 
 
 def owners(parts: Sequence[int], count: int) -> list[int]:

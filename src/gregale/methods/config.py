@@ -81,6 +81,10 @@ DILOCO_FOR_TOPK = (
 SHARDS_FOR_PSDP = (
     "its optimizer runs on shards of averages, and with one phase all replicas average everything. Set {1} to 2."
 )
+AVERAGES_ARE_MOMENTUM = (
+    "its averages of gradients act as momentum does, beside what messages of topk lack and send later. Set {0} to sgd, "
+    "or leave out sync.outer."
+)
 MOST_MOMENTUM = 0.5  # beside topk: docs/results/codecs.md
 LESS_MOMENTUM = (
     "what messages of topk lack is kept and sent later, which acts as momentum does. Both together go too far (0.9 "
@@ -220,7 +224,10 @@ class MixingConfig(SyncConfig):
 class DilocoConfig(SyncConfig):
     """Replicas train separately; an outer optimizer joins them every `period` steps (arXiv 2311.08105)."""
 
-    incompatible = (Rule("sync.outer.momentum & reduce.codec: topk", LESS_MOMENTUM, much_momentum),)
+    incompatible = (
+        Rule("sync.outer.momentum & reduce.codec: topk", LESS_MOMENTUM, much_momentum),
+        Rule("sync.outer.type != sgd & reduce.codec: topk", AVERAGES_ARE_MOMENTUM),
+    )
 
     period: int = setting(
         100,
@@ -382,6 +389,8 @@ class Compared:
 
     def traffic(self, parts: MethodContext) -> Traffic:
         """Return the traffic over the slow axis; for PSDP too, that is the axis that DiLoCo would join."""
+        if self.sync is None:  # whose messages have two phases
+            parts = parts._replace(reduce=replace(parts.reduce, phases=2))
         method = (self.sync or DilocoConfig()).diloco(parts)
         if self.sync is None:
             return Traffic.of_every_step(method.outer_store.reducer, trainable(method.inner.model))

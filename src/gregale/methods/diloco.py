@@ -495,8 +495,11 @@ def sending_layout(layout: Layout, axis: str) -> Layout:
 
     Over `island`, each replica inside sends its own part; they gather the parts over the faster axis.
     """
-    inside = tuple(each for each in layout.mesh_axes((EMBED,), layout.opt_state) if each != axis)
-    return replace(layout, params={**layout.params, EMBED: inside})
+    finest = {
+        name: layout.mesh_axes((name,), layout.opt_state) for name in (EMBED, LORA_RANK) if name in layout.opt_state
+    }
+    inside = {name: tuple(each for each in axes if each != axis) for name, axes in finest.items()}
+    return replace(layout, params={**layout.params, **inside})
 
 
 def _unchanged(tree: Tree) -> Tree:

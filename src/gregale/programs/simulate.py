@@ -123,14 +123,17 @@ def main(config: SimulateConfig) -> int:
         return 0
     check_length(config, workload)
     cadence = Cadence(config.steps, config.period_steps, config.fragment_layers, config.overlap_steps)
-    ring = Ring(config.sites, config.latency_seconds)
+    ring, rings = Ring(config.sites, config.latency_seconds), {}
+    for name in config.methods:  # in one phase all messages are sent at once, which takes one latency
+        at_once = config.phases == 1 and METHODS[name].joins_rounds and config.sites > 1
+        rings[name] = replace(ring, latency_seconds=ring.latency_seconds / (2 * config.sites - 2)) if at_once else ring
 
     def runs_at(gbit_per_second: np.ndarray) -> dict[str, Run]:
         wire = {
             name: METHODS[name].bytes_per_parameter(config.codec, config.sites if config.phases == 1 else 2)
             for name in config.methods
         }
-        return {name: run_method(name, workload, ring, cadence, gbit_per_second, wire[name]) for name in wire}
+        return {name: run_method(name, workload, rings[name], cadence, gbit_per_second, wire[name]) for name in wire}
 
     asked = runs_at(np.array(config.bandwidth)) if config.bandwidth else {}
     report = report_of(config, workload, runs_at(GRID_GBIT_PER_SECOND), asked)

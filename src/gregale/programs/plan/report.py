@@ -1,7 +1,7 @@
 """Provides the report of `gregale plan` as data for JSON."""
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from gregale.cost.chips import GBIT
 from gregale.cost.overlap import DENSE, MIXTURE, Schedule
 from gregale.cost.roofline import Roofline
 from gregale.methods.config import compared
+from gregale.methods.diloco import sync_axis
 from gregale.methods.schedule import Schedule as MethodSchedule
 from gregale.model.execution import execution
 from gregale.programs.plan.devices import Target
@@ -304,11 +305,12 @@ def methods_of(setup: Setup, bound: Roofline, bytes_per_second: float | None) ->
     seconds = max(bound.compute, bound.memory, bound.links["inside slice"])
     gbit = devices_of_a_replica(setup) / seconds / GBIT
     workload = Workload(parameter_count(setup.model), layers, seconds, setup.config.batch.microbatches)
-    bytes_each = setup.config.reduce.bytes_per_parameter(sites)
+    reduce, members = setup.config.reduce, setup.layout.axis(sync_axis(setup.layout)).size
 
     def run(name: str, schedule: MethodSchedule) -> Callable[[np.ndarray], np.ndarray]:
         """Return the utilisation on the timeline as a function of Gbit/s, with the configured codecs' bytes."""
         cadence = cadence_of(schedule.period, max(1, schedule.fragments - 1), max(1, schedule.delay), layers)
+        bytes_each = (replace(reduce, phases=2) if name == "psdp" else reduce).bytes_per_parameter(members)
         return lambda grid: run_method(name, workload, ring, cadence, grid, bytes_each).utilisation
 
     for name, each in compared(setup.config.sync, layers, setup.config.adapter is not None).items():

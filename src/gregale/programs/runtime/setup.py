@@ -47,7 +47,7 @@ from gregale.methods.psdp import Psdp, identity
 from gregale.model.adapters import adapted, hashed, quantised
 from gregale.model.config import DTYPES, CompilerOptions, ModelConfig, ModelMethods
 from gregale.model.execution import Execution, execution, layers_apart
-from gregale.model.losses import Losses, losses_of
+from gregale.model.losses import LARGEST_LOGITS, Losses, losses_of
 from gregale.objectives import NextTokenConfig, ObjectiveConfig, Passes
 from gregale.optim.config import ParameterRule
 from gregale.programs.runtime.batches import abstract_batch
@@ -70,6 +70,7 @@ from gregale.training.state import (
 
 VOCABULARY_MULTIPLE = 64
 MAX_PARAMETERS = 10**15
+QK = re.compile(r"\battention\.(query|key)\.")  # of a parameter's name
 
 
 @dataclass(frozen=True)
@@ -259,6 +260,7 @@ def placed(config: TrainConfig, tokens: int, mesh: Mesh | None) -> Setup:
             f"optimizer.qk_clip is {config.optimizer.qk_clip:g}, but the model of model.type {kind} has no "
             "`with_logits_below(limit, maxima)`. Set it to null."
         )
+    check_clipped(config, model)
     # The axes of Gregale's own models are checked by their keys, see `checked_layout`.
     leaves = jax.tree.leaves(model, is_leaf=lambda leaf: is_named(leaf) or is_quantised(leaf))
     weights = [leaf for leaf in leaves if is_named(leaf) or is_quantised(leaf)]
@@ -275,6 +277,18 @@ def placed(config: TrainConfig, tokens: int, mesh: Mesh | None) -> Setup:
     context = MethodContext(layout, psdp, config.reduce, config.steps, config.seed, options)
     methods = config.fleet.build(config.sync, context)
     return Setup(config, layout, Vocab, model, methods.psdp, methods.chosen, context, callbacks)
+
+
+def check_clipped(config: TrainConfig, model) -> None:
+    """Raise `UserError` if `optimizer.qk_clip` would change weights that a group keeps as they are."""
+    if config.optimizer.qk_clip is None:
+        return
+    rules = config.optimizer.rules(model, config.model.scalings)
+    if kept := [name for name, rule in rules.items() if QK.search(name) and rule.rate == 0]:
+        raise UserError(
+            f"optimizer.qk_clip is {config.optimizer.qk_clip:g}, but the learning rate of {kept[0]} is 0 "
+            "(optimizer.groups), and it shrinks weights of queries and keys. Leave one of them out."
+        )
 
 
 def check_parameters(model) -> None:
@@ -416,6 +430,11 @@ def checked_loss(
             "(`hax.sum(...).scalar()`), or `gregale.model.losses.Losses` of them."
         )
     losses = losses_of(found)
+    if run.measures_logits and LARGEST_LOGITS not in losses.maxima:
+        raise UserError(
+            f"optimizer.qk_clip is set, but {what} returns no maxima of the name {LARGEST_LOGITS!r}. The loss of a "
+            "subclass hands on the `maxima` of `losses_of(super().loss(...))`. Or set optimizer.qk_clip to null."
+        )
     if twice := losses.auxiliary.keys() & losses.metrics.keys():
         raise UserError(f"{what}: auxiliary and metrics both have {min(twice)!r}; rename one of them.")
     for name, value in losses.named.items():
