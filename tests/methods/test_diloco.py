@@ -12,7 +12,17 @@ import optax
 import pytest
 from haliax import Axis, NamedArray
 
-from gregale.axes.layout import MeshConfig, make_mesh, standard_layout, vmap_over
+from gregale.axes.layout import (
+    EMBED,
+    ISLAND,
+    LORA_RANK,
+    REPLICA,
+    MeshConfig,
+    make_mesh,
+    standard_layout,
+    vmap_over,
+    with_rank,
+)
 from gregale.codecs.codec import ReduceConfig
 from gregale.communication.quantised import QuantisedReducer
 from gregale.methods.diloco import Diloco, QuantisedOuter, sending_layout, sync_axis
@@ -226,6 +236,19 @@ def test_a_fragment_has_the_layers_and_the_counter_of_its_own_group(index):
     changed = values_of(put["model"]) - before
     np.testing.assert_allclose(changed, np.isin(np.arange(LAYERS + 1), rows)[:, None] * np.full(WIDTH, 10.0), atol=1e-5)
     np.testing.assert_array_equal(put["steps"].array, np.arange(4) + 10 * (np.arange(4) == index))
+
+
+@pytest.mark.quick
+def test_messages_between_islands_are_shards_of_the_replicas_inside():
+    """Of adapters too, whose rank lies like `embed`."""
+    config = MeshConfig(island=2, replica=2, data=2)
+    layout = with_rank(standard_layout(make_mesh(config, jax.devices()[:8])), 8)
+    finest = replace(
+        layout, opt_state={**layout.opt_state, **dict.fromkeys((EMBED, LORA_RANK), ("data", REPLICA, ISLAND))}
+    )
+    sent = sending_layout(finest, ISLAND).params
+    assert (sent[EMBED], sent[LORA_RANK]) == (("data", REPLICA),) * 2
+    assert LORA_RANK not in sending_layout(standard_layout(layout.mesh), ISLAND).params
 
 
 def test_a_method_compiles_one_program_for_each_kind_of_step():
