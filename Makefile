@@ -24,7 +24,7 @@ demo:
 SUITE := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 test: lint
-	$(SUITE) --most-processor-minutes 36
+	$(SUITE) --most-processor-minutes 40
 
 quick: lint
 	$(SUITE) -m "not slow"
