@@ -4,7 +4,7 @@ Those reduce over an axis of the mesh, this one over a `Link` between processes.
 as uint8 rows (`communication.row_layout`). Codecs, feedback and the two phases are the same.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import jax
@@ -107,7 +107,7 @@ class NetworkReducer:
             raise ValueError(f"the weights of {link.size} members are {list(weights)}: nobody contributes")
         with jax.default_device(host_device()):
             if self.config.phases == 1:
-                return _OnePhase(self, messages or {}, weights, link, error, timeout_seconds).run()
+                return _OnePhase(self, messages or {}, weights, link, error, timeout_seconds, ()).run()
             return _Reduce(self, messages or {}, weights, link, error, timeout_seconds, parts).run()
 
     def compile(self) -> None:
@@ -206,6 +206,9 @@ class _Reduce:
                 self._post_second(wave)
             if wave > 0:
                 self._finish(wave - 1)
+        return self._result()
+
+    def _result(self) -> Reduced:
         joined = {key: rows.reshape(-1)[: self._reducer.rows[key].size] for key, rows in self._gradient.items()}
         return Reduced(joined, OwnError(self._steps, jax.tree.map(np.asarray, self._kept)))
 
@@ -291,65 +294,40 @@ class _Reduce:
             self._gradient[key][row] = values
 
 
-class _OnePhase:
+class _OnePhase(_Reduce):
     """One `reduce` with one phase, a bucket after the other; members post the messages of two buckets at a time.
 
     Averages are NumPy's, a product and a sum apart, so that processors of different kinds agree on all bits.
     """
 
-    def __init__(
-        self,
-        reducer: NetworkReducer,
-        messages: Mapping[str, np.ndarray],
-        weights: Sequence[float],
-        link: Link,
-        error: OwnError | None,
-        timeout_seconds: float,
-    ):
-        self._reducer, self._messages, self._link, self._timeout = reducer, messages, link, timeout_seconds
-        self._weights = np.asarray(weights, np.float32)
-        self._steps = _to_begin_with(error, reducer.config)[0]
-        self._peers = [(link.rank + step) % link.size for step in range(1, link.size)]
-
     def run(self) -> Reduced:
-        buckets, rows = self._reducer.buckets(self._link.size), self._reducer.rows
-        gradient = {key: np.empty((each.count, each.row), np.float32) for key, each in rows.items()}
-        posted = {number: self._post(number, bucket) for number, bucket in enumerate(buckets[:WAVES_AHEAD])}
-        for number, bucket in enumerate(buckets):
-            sends, received, own = posted.pop(number)
-            for handle in [*sends, *(each.handle for each in received.values())]:
-                handle.wait(self._timeout)
-            arrived = {self._link.rank: own} | {rank: each.data for rank, each in received.items()}
-            for (key, row), values in self._averages(bucket, arrived):
-                gradient[key][row] = values
-            if (ahead := number + WAVES_AHEAD) < len(buckets):
-                posted[ahead] = self._post(ahead, buckets[ahead])
-        joined = {key: values.reshape(-1)[: rows[key].size] for key, values in gradient.items()}
-        return Reduced(joined, OwnError(self._steps, {}))
+        for number in range(len(self._buckets) + WAVES_AHEAD):
+            if (done := number - WAVES_AHEAD) >= 0:
+                self._average_all(done)
+            if number < len(self._buckets):
+                self._post(number)
+        return self._result()
 
-    def _post(self, number: int, bucket: list[Row]) -> tuple[list[Handle], dict[int, _Incoming], np.ndarray | None]:
-        link, own, sends = self._link, None, []
-        if self._weights[link.rank] > 0:
-            own = np.concatenate([self._messages[key][row] for key, row in bucket])
-            sends = [link.send(peer, own, tag=number) for peer in self._peers]
-        size, received = sum(self._reducer.row_bytes(key)[0] for key, _ in bucket), {}
-        for peer in self._peers:
-            if self._weights[peer] > 0:
-                data = np.empty(size, np.uint8)
-                received[peer] = _Incoming(data, link.recv(peer, data, tag=number))
-        return sends, received, own
+    def _post(self, bucket: int) -> None:
+        peers = [peer for peer in self._peers() if self._weights[peer] > 0]
+        self._first[bucket] = {peer: self._receive(peer, bucket, phase=0) for peer in peers}
+        self._sends[bucket] = []
+        if self._weights[self._link.rank] > 0:
+            data = np.concatenate([self._messages[key][row] for key, row in self._buckets[bucket]])
+            self._sends[bucket] = [self._link.send(peer, data, tag=2 * bucket) for peer in self._peers()]
 
-    def _averages(
-        self, bucket: list[Row], arrived: Mapping[int, np.ndarray | None]
-    ) -> Iterator[tuple[Row, np.ndarray]]:
-        start = 0
-        for key, row in bucket:
+    def _average_all(self, bucket: int) -> None:
+        arrived, start = self._first.pop(bucket), 0
+        for handle in [*self._sends.pop(bucket), *(each.handle for each in arrived.values())]:
+            handle.wait(self._timeout)
+        for key, row in self._buckets[bucket]:
             programs, (size, _) = self._reducer.programs(key), self._reducer.row_bytes(key)
             total = np.zeros(programs.size, np.float32)
-            for rank, weight in enumerate(self._weights):
-                if weight > 0 and (data := arrived[rank]) is not None:
-                    total += weight * np.asarray(programs.decode(data[start : start + size]))
-            yield (key, row), total / self._weights.sum()
+            for rank in map(int, np.flatnonzero(self._weights > 0)):
+                own = rank == self._link.rank
+                message = self._messages[key][row] if own else arrived[rank].data[start : start + size]
+                total += self._weights[rank] * np.asarray(programs.decode(message))
+            self._gradient[key][row] = total / self._weights.sum()
             start += size
 
 

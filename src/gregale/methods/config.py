@@ -387,11 +387,13 @@ class Compared:
         """Return H, P and tau; PSDP joins everything in every step."""
         return Schedule(period=1, layers=layers) if self.sync is None else self.sync.schedule(layers)
 
+    def reduce(self, given: ReduceConfig) -> ReduceConfig:
+        """Return the codecs of its messages: those of PSDP have two phases."""
+        return replace(given, phases=2) if self.sync is None else given
+
     def traffic(self, parts: MethodContext) -> Traffic:
         """Return the traffic over the slow axis; for PSDP too, that is the axis that DiLoCo would join."""
-        if self.sync is None:  # whose messages have two phases
-            parts = parts._replace(reduce=replace(parts.reduce, phases=2))
-        method = (self.sync or DilocoConfig()).diloco(parts)
+        method = (self.sync or DilocoConfig()).diloco(parts._replace(reduce=self.reduce(parts.reduce)))
         if self.sync is None:
             return Traffic.of_every_step(method.outer_store.reducer, trainable(method.inner.model))
         return method.traffic()

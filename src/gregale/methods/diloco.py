@@ -2,7 +2,7 @@
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -495,11 +495,16 @@ def sending_layout(layout: Layout, axis: str) -> Layout:
 
     Over `island`, each replica inside sends its own part; they gather the parts over the faster axis.
     """
-    finest = {
-        name: layout.mesh_axes((name,), layout.opt_state) for name in (EMBED, LORA_RANK) if name in layout.opt_state
+    return replace(layout, params={**layout.params, **without_axis(layout, axis, (EMBED, LORA_RANK))})
+
+
+def without_axis(layout: Layout, axis: str, names: Iterable[str]) -> AxisMapping:
+    """Return those of the names that `opt_state` has, on the mesh axes that it gives them, but for one."""
+    return {
+        name: tuple(each for each in layout.mesh_axes((name,), layout.opt_state) if each != axis)
+        for name in names
+        if name in layout.opt_state
     }
-    inside = {name: tuple(each for each in axes if each != axis) for name, axes in finest.items()}
-    return replace(layout, params={**layout.params, **inside})
 
 
 def _unchanged(tree: Tree) -> Tree:
@@ -864,9 +869,7 @@ class Diloco(PerReplicaMethod):
         layout = super().outer_layout
         if self.reduce.phases == 2:
             return layout
-        inside = {name: layout.mesh_axes((name,), layout.opt_state) for name in layout.opt_state}
-        whole = {name: tuple(each for each in axes if each != self.axis) for name, axes in inside.items()}
-        return replace(layout, opt_state=whole)
+        return replace(layout, opt_state=without_axis(layout, self.axis, layout.opt_state))
 
     @property
     def round(self) -> Round:

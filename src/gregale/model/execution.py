@@ -6,7 +6,7 @@ kinds repeats. A scan over a segment has a whole pattern in its body, each layer
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import haliax as hax
@@ -19,6 +19,7 @@ from haliax.nn import Linear, ScanCheckpointPolicy
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout as MemoryLayout
 from jax.experimental.layout import with_layout_constraint
+from jax.sharding import PartitionSpec
 
 from gregale.axes.gather import all_gather_weights
 from gregale.axes.layout import BATCH, EMBED, EXPERTS, LAYERS, POSITION, AxisMapping, Layout, is_named
@@ -443,28 +444,33 @@ class SelfAttention:
         The partitioner would gather all operands of a kernel. Axes that are mapped outside of this call (`replica`, and
         a pipeline's `stage` and `data`) stay split.
         """
-        return self._attended(self.kernels.attend, False, q, k, v, segments, window, cap, sinks)
+        attend = partial(self.kernels.attend, window=window, cap=cap)
+        return self._on_devices(attend, [("head_size",)])(q, k, v, segments, sinks=sinks)
 
     def attend_with_largest(self, q, k, v, segments, window: int | None, cap: float | None = None, sinks=None):
         """Return the same and its largest scores, see `AttendWithLargest`; None for a form that has none."""
-        if (attend := self.kernels.attend_with_largest) is None:
+        if self.kernels.attend_with_largest is None:
             return self.attend(q, k, v, segments, window, cap, sinks), None
-        return self._attended(attend, True, q, k, v, segments, window, cap, sinks)
+        attend = partial(self.kernels.attend_with_largest, window=window, cap=cap)
+        return self._on_devices(attend, [("head_size",), ()])(q, k, v, segments, sinks=sinks)
 
-    def _attended(self, attend: Callable, largest: bool, q, k, v, segments, window, cap, sinks) -> Any:
+    def _on_devices(self, attend: Callable, outs: Sequence[tuple[str, ...]]) -> Callable[..., Any]:
+        """Return `attend(q, k, v, segments, sinks=...)` on each device; `outs`: axes of its results after `heads`."""
         if not self.kernels.opaque:
-            return attend(q, k, v, segments, window, cap, sinks)
-        query, key, ids = (
-            self.layout.spec((BATCH, POSITION, *rest), self.layout.compute)
-            for rest in (("heads", "head_size"), ("kv_heads", "head_size"), ())
-        )
+            return attend
+
+        def spec(*names: str) -> PartitionSpec:
+            return self.layout.spec((BATCH, POSITION, *names), self.layout.compute)
 
         def on_device(q, k, v, segments, sinks):
-            return attend(q, k, v, segments, window, cap, sinks)
+            return attend(q, k, v, segments, sinks=sinks)
 
-        scores = self.layout.spec((BATCH, POSITION, "heads"), self.layout.compute)
-        run = self.layout.shard_map(on_device, (query, key, key, ids, query), (query, scores) if largest else query)
-        return run(q, k, v, segments, sinks)
+        query, key = spec("heads", "head_size"), spec("kv_heads", "head_size")
+        found = [spec("heads", *names) for names in outs]
+        run = self.layout.shard_map(
+            on_device, (query, key, key, spec(), query), tuple(found) if len(found) > 1 else found[0]
+        )
+        return lambda q, k, v, segments, sinks: run(q, k, v, segments, sinks)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Provides the report of `gregale plan` as data for JSON."""
 
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -305,22 +305,22 @@ def methods_of(setup: Setup, bound: Roofline, bytes_per_second: float | None) ->
     seconds = max(bound.compute, bound.memory, bound.links["inside slice"])
     gbit = devices_of_a_replica(setup) / seconds / GBIT
     workload = Workload(parameter_count(setup.model), layers, seconds, setup.config.batch.microbatches)
-    reduce, members = setup.config.reduce, setup.layout.axis(sync_axis(setup.layout)).size
+    members = setup.layout.axis(sync_axis(setup.layout)).size
 
-    def run(name: str, schedule: MethodSchedule) -> Callable[[np.ndarray], np.ndarray]:
+    def run(name: str, schedule: MethodSchedule, bytes_each: float) -> Callable[[np.ndarray], np.ndarray]:
         """Return the utilisation on the timeline as a function of Gbit/s, with the configured codecs' bytes."""
         cadence = cadence_of(schedule.period, max(1, schedule.fragments - 1), max(1, schedule.delay), layers)
-        bytes_each = (replace(reduce, phases=2) if name == "psdp" else reduce).bytes_per_parameter(members)
         return lambda grid: run_method(name, workload, ring, cadence, grid, bytes_each).utilisation
 
     for name, each in compared(setup.config.sync, layers, setup.config.adapter is not None).items():
         traffic, schedule = each.traffic(setup.method_context), each.schedule(layers)
+        bytes_each = each.reduce(setup.config.reduce).bytes_per_parameter(members)
         found[name] = {
             **{key: getattr(schedule, key) for key in ("period", "fragments", "delay")},
             "configured": each.configured,
             "bytes_per_step": {"average": traffic.average, "peak": traffic.most},
             "gbit_per_second": {"average": traffic.average * gbit, "peak": traffic.most * gbit},
-            **_on_the_timeline(run(name, schedule), bytes_per_second),
+            **_on_the_timeline(run(name, schedule, bytes_each), bytes_per_second),
         }
     return found
 

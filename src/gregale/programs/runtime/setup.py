@@ -255,11 +255,6 @@ def placed(config: TrainConfig, tokens: int, mesh: Mesh | None) -> Setup:
         raise UserError(
             f"model.type {kind}: {type(model).__name__} has a buffer, and no `update_buffers(statistics, weight)`."
         )
-    if config.optimizer.qk_clip is not None and own.with_logits_below is None:
-        raise UserError(
-            f"optimizer.qk_clip is {config.optimizer.qk_clip:g}, but the model of model.type {kind} has no "
-            "`with_logits_below(limit, maxima)`. Set it to null."
-        )
     check_clipped(config, model)
     # The axes of Gregale's own models are checked by their keys, see `checked_layout`.
     leaves = jax.tree.leaves(model, is_leaf=lambda leaf: is_named(leaf) or is_quantised(leaf))
@@ -280,9 +275,14 @@ def placed(config: TrainConfig, tokens: int, mesh: Mesh | None) -> Setup:
 
 
 def check_clipped(config: TrainConfig, model) -> None:
-    """Raise `UserError` if `optimizer.qk_clip` would change weights that a group keeps as they are."""
+    """Raise `UserError` if a model has no `optimizer.qk_clip`, or if it would change weights that a group keeps."""
     if config.optimizer.qk_clip is None:
         return
+    if ModelMethods.of(model).with_logits_below is None:
+        raise UserError(
+            f"optimizer.qk_clip is {config.optimizer.qk_clip:g}, but {type(model).__name__} has no "
+            "`with_logits_below(limit, maxima)`. Set it to null."
+        )
     rules = config.optimizer.rules(model, config.model.scalings)
     if kept := [name for name, rule in rules.items() if QK.search(name) and rule.rate == 0]:
         raise UserError(
